@@ -29,7 +29,7 @@ from holdfast import (
     saving,
 )
 from holdfast._process import PerProcess
-from holdfast.drain import Drain
+from holdfast.drain import Drain, places
 from holdfast.drain import remote as drain_remote
 from holdfast.drain import trainer as drain_trainer
 from holdfast.errors import Error, TimeoutError
@@ -159,7 +159,7 @@ class Checkpointer(PerProcess):
             self._keep_last = self._keep_every = 0
             self._draining.let_go_with(self)
             if self._own_drain() is not None:
-                drain_trainer.warn_of_one_file_system(self.directory, self._drain_to)
+                places.warn_of_one_file_system(self.directory, self._drain_to)
         self._of_save = of_save
         self._takes = Checkpointer._save_dcp if format == "dcp" else saving.save_async
         self._defaults = {k: v for k, v in options.items() if k in of_save}

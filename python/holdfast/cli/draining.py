@@ -13,7 +13,16 @@ from typing import Any
 from holdfast.cli import storage_options, text
 from holdfast.drain.following import Following
 from holdfast.drain.options import BEHIND, VERIFY, Drain
-from holdfast.drain.places import Seen, check_apart, check_place, open_place, scheme_of, seen_now
+from holdfast.drain.places import (
+    Seen,
+    check_apart,
+    check_place,
+    open_place,
+    path_of,
+    scheme_of,
+    seen_now,
+    warn_of_one_file_system,
+)
 from holdfast.drain.running import Running, Telling, follow_commands, on_signals
 from holdfast.errors import Error, of_system
 
@@ -111,6 +120,8 @@ def run(arguments: argparse.Namespace) -> int:
             running.stop()
 
     check_apart(arguments.source, arguments.target)
+    if (directory := path_of(arguments.source)) is not None:
+        warn_of_one_file_system(directory, arguments.target)
     source, target = (open_place(place, storage, seen_now(place)) for place in (arguments.source, arguments.target))
     chosen = _only(arguments)
     following = Following(source, target, options, note, keep_local=arguments.keep_source, only=chosen)

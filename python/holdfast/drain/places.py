@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import operator
 import os
 import re
@@ -13,6 +14,8 @@ from typing import Any, NamedTuple, Protocol
 from holdfast import directories
 from holdfast._dcp_directories import AGE
 from holdfast.errors import Error
+
+logger = logging.getLogger("holdfast")
 
 # Before the name of a file that no manifest names: `File.name`, and the key in a store.
 BESIDE = "beside/"
@@ -325,3 +328,18 @@ def pieces(file: File, piece_bytes: int) -> Iterator[tuple[int, int]]:
     size = max(1, piece_bytes // max(1, file.span)) * max(1, file.span)
     for begin in range(0, file.bytes, size):
         yield begin, min(file.bytes, begin + size)
+
+
+def warn_of_one_file_system(directory: str, target: str) -> None:
+    """Says so where a directory and its second place are lost together."""
+    path = path_of(target)
+    if path is not None and _device_of(os.path.abspath(directory)) == _device_of(os.path.abspath(path)):
+        logger.warning("drain %s to %s: both are on one file system, and are lost together; if another was meant to be mounted "
+                       "there, mount it", directory, path)  # fmt: skip
+
+
+def _device_of(path: str) -> int:
+    """The file system that a directory is on, or will be."""
+    while not os.path.exists(path):
+        path = os.path.dirname(path)
+    return os.stat(path).st_dev

@@ -325,18 +325,3 @@ def checked_target(directory: str, target: str) -> str:
         find_library()
         return target
     return os.path.abspath(path)
-
-
-def warn_of_one_file_system(directory: str, target: str) -> None:
-    """Says so where a directory and its second place, of `checked_target`, are lost together."""
-    path = path_of(target)
-    if path is not None and _device_of(directory) == _device_of(path):
-        logger.warning("drain %s to %s: both are on one file system, and are lost together; if another was meant to be mounted "
-                       "there, mount it", directory, path)  # fmt: skip
-
-
-def _device_of(path: str) -> int:
-    """The file system that a directory is on, or will be."""
-    while not os.path.exists(path):
-        path = os.path.dirname(path)
-    return os.stat(path).st_dev
