@@ -337,6 +337,12 @@ def test_a_dtensor_that_was_not_reduced_is_refused_by_its_name(tmp_path: Path) -
         holdfast.dcp.save(state, checkpoint_id=tmp_path / "first")
 
 
+def test_a_target_that_was_expanded_is_refused_by_its_name(tmp_path: Path) -> None:
+    holdfast.dcp.save({"deep": {"w": torch.ones(3, 2)}}, checkpoint_id=tmp_path / "s")
+    with pytest.raises(CheckpointException, match=r"load deep\.w: the target was expanded.*clone"):
+        holdfast.dcp.load({"deep": {"w": torch.zeros(1, 2).expand(3, 2)}}, checkpoint_id=tmp_path / "s")
+
+
 def test_a_layout_that_dcp_cannot_hold_is_refused_by_the_writer(tmp_path: Path) -> None:
     with pytest.raises(CheckpointException, match="save s: tensors of layout"):
         dcp.save({"s": torch.eye(3).to_sparse()}, storage_writer=holdfast.dcp.StorageWriter(tmp_path / "a"))

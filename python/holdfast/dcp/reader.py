@@ -452,6 +452,11 @@ def _target(item: ReadItem, planner: LoadPlanner) -> torch.Tensor:
             f"load {item.storage_index.fqn}: the plan asks for {list(item.lengths)}, the target "
             f"has {list(target.shape)}",
         )
+    if any(count > 1 and stride == 0 for count, stride in zip(target.shape, target.stride(), strict=True)):
+        raise Error(
+            "INVALID_ARGUMENT",
+            f"load {item.storage_index.fqn}: the target was expanded, and has several elements at one address; load into a clone",
+        )
     return target
 
 
