@@ -405,6 +405,9 @@ class Checkpointer(PerProcess):
         newest = self.newest()
         if newest is None:
             others = _others.words(self.directory, self.format, self._listed())
+            with contextlib.suppress(Error):  # before the first save
+                passed_over = directories.listed(self.directory, self.format)[1]
+                others = "".join(f"; passed over {why}" for why in passed_over) + others
             raise Error("NOT_FOUND", f"load from {self.directory}: there is no complete checkpoint{others}")
         return newest["path"]
 

@@ -156,11 +156,15 @@ def list_checkpoints(
     Others are passed over as `find_newest` does it, which has the arguments, too.
     """
     path = local_path(directory, "list")
-    of = _dcp_directories.list_complete if _is_dcp(format) else _native.list_checkpoints
-    complete, passed_over = of(path)
+    complete, passed_over = listed(path, format)
     _warn_of(passed_over, path)
     _warn_of_links(path)
     return complete
+
+
+def listed(path: str, format: str) -> tuple[list[dict[str, Any]], list[str]]:
+    """As `list_checkpoints`; and what was passed over, ``NAME: why``, without a warning."""
+    return (_dcp_directories.list_complete if _is_dcp(format) else _native.list_checkpoints)(path)
 
 
 def _is_dcp(format: str) -> bool:

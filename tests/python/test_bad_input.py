@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import fractions
+import importlib.util
 import inspect
 import os
 import re
@@ -24,6 +25,7 @@ from small_disk import mounted
 from torch.distributed.checkpoint.api import CheckpointException
 
 import holdfast
+import holdfast.megatron
 from holdfast import _runtime, dcp, snapshots
 
 MIB = 1 << 20
@@ -403,6 +405,13 @@ def test_a_tensor_that_lets_nothing_look_at_it_is_refused_by_name_or_saved(tmp_p
     torch.save(state, tmp_path / "stock")
     holdfast.save_file(state, tmp_path / "f").wait()
     assert torch.equal(vars(torch.load(tmp_path / "f", weights_only=False)["a"][1])["inner"], torch.arange(3.0))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("megatron") is not None, reason="Megatron-Core is installed")
+def test_an_install_without_the_framework_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    holdfast.megatron.install()
+    holdfast.megatron.uninstall()
+    assert "neither Megatron-Core nor nvidia-resiliency-ext is installed" in caplog.text
 
 
 def test_a_structure_may_change_between_saves(tmp_path: Path) -> None:

@@ -532,6 +532,18 @@ def test_ranks_save_resume_and_remove(format: str, world_size: int, tmp_path: Pa
 
 
 @formats
+def test_a_load_that_finds_nothing_names_what_was_passed_over(tmp_path: Path, format: str) -> None:
+    with opened(tmp_path / "run", format=format) as checkpointer:
+        with pytest.raises(holdfast.Error, match=r"there is no complete checkpoint \["):
+            checkpointer.load(into=state(0.0))
+        checkpointer.save(state(1.0), 1)
+        data = next(file for file in (tmp_path / "run" / "step-1").iterdir() if file.suffix in (".safetensors", ".distcp"))
+        os.truncate(data, 100)
+        with pytest.raises(holdfast.Error, match=r"there is no complete checkpoint; passed over step-1: .*100 (of|bytes)"):
+            checkpointer.load(into=state(0.0))
+
+
+@formats
 def test_retention_follows_no_link(tmp_path: Path, format: str, caplog: pytest.LogCaptureFixture) -> None:
     with opened(tmp_path / "shared", format=format) as checkpointer:
         checkpointer.save(state(1.0), 0)

@@ -8,6 +8,9 @@ and runs a script as it is.
 
 from __future__ import annotations
 
+import importlib.util
+import logging
+import sys
 import threading
 from typing import Any
 
@@ -16,6 +19,7 @@ from holdfast.megatron.writer import FileSystemWriterAsync, LateNames, checked
 
 __all__ = ["SaveStrategy", "install", "uninstall"]
 
+logger = logging.getLogger("holdfast")
 _lock = threading.Lock()
 _patch: Patch | None = None
 
@@ -23,6 +27,7 @@ _patch: Patch | None = None
 def install(*, late: LateNames = ()) -> None:
     """Makes Megatron's saves those of Holdfast, from the next one on; Megatron may be imported later.
 
+    A warning in the log says so where neither it nor nvidia-resiliency-ext is installed.
     Both of its asynchronous strategies, ``mcore`` and ``nvrx``, are then Holdfast's;
     nvidia-resiliency-ext need not be there. Called again, it changes only `late`.
 
@@ -41,6 +46,18 @@ def install(*, late: LateNames = ()) -> None:
         if _patch is None:
             _patch = Patch()
             _patch.start()
+            if not (_is_there("megatron.core") or _is_there("nvidia_resiliency_ext")):
+                logger.warning("holdfast.megatron.install: neither Megatron-Core nor nvidia-resiliency-ext is installed for %s, so "
+                               "nothing saves through Holdfast; install megatron-core, or use another Python", sys.executable)  # fmt: skip
+
+
+def _is_there(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ImportError:  # of the package around it
+        return False
+    except ValueError:  # imported, without a specification
+        return True
 
 
 def uninstall() -> None:
