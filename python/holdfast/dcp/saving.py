@@ -415,8 +415,9 @@ def async_save(
 
     Args:
         state_dict: of tensors, DTensors, ShardedTensors, objects, and, at any depth, Statefuls, which give their state dicts.
-        checkpoint_id: the checkpoint's directory. A URL is handed on to the framework's own
-            ``async_save``, with one line in the log.
+        checkpoint_id: the checkpoint's directory. A DCP checkpoint there is replaced, as by the framework's
+            own (``StorageWriter(path, overwrite=False)`` refuses to); it stays whole until the new one is
+            complete. A URL is handed on to the framework's own ``async_save``, with one line in the log.
         storage_writer: a `StorageWriter`, default one for `checkpoint_id`. Any other is handed on.
         planner: default DCP's; plans are cached as it does.
         process_group: the ranks that save; default all. Plans are exchanged on gloo groups of their own.
