@@ -61,6 +61,15 @@ def test_an_unknown_saver_is_refused(tmp_path: Path) -> None:
     assert "there is no dcp-fiber" in done.stderr
 
 
+@pytest.mark.parametrize("saver", peers.NAMES)
+def test_no_saver_has_two_saves_at_once(saver: str) -> None:
+    for number in range(20):
+        made = peers.reduce(schedule.draw(1, number, schedule.Limits(mount=False)), saver)
+        for actions in made["lives"]:
+            kinds = [action["do"] for action in actions]
+            assert all(before == "wait" for before, kind in zip(["", *kinds], kinds, strict=False) if kind == "save"), kinds
+
+
 @pytest.mark.parametrize("saver", ["holdfast.dcp", "dcp-thread"])
 def test_a_saver_survives_two_saves_without_an_event(saver: str, tmp_path: Path, adopting: None) -> None:
     assert rounds.run(round_of_two(saver), str(tmp_path)).problems == []
