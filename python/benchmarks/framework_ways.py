@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib
-import importlib.util
 import os
 import signal
 import sys
@@ -20,16 +18,11 @@ from trainer_cost import Trainer, Way, load_torch
 
 import holdfast
 from holdfast import _runtime
+from holdfast._packages import is_installed
 
 ROOT = Path(__file__).resolve().parents[2]
 POLL = 0.005  # seconds between two looks at a queue
 LATE_MAX = 60.0  # seconds that a request's function waits to be let go
-
-
-def has(module: str) -> bool:
-    with contextlib.suppress(ModuleNotFoundError):
-        return importlib.util.find_spec(module) is not None
-    return False
 
 
 def prepare_process() -> None:
@@ -170,7 +163,7 @@ def megatron_callers() -> dict[str, Caller]:
     """The callers that are installed, by name; ours is the last."""
     found = {}
     for dialect, module in _QUEUES.items():
-        if has(module):
+        if is_installed(module):
             for kind in ("temporal", "persistent"):
                 queue = _stock_queue(dialect, kind == "persistent")
                 found[f"{dialect} {kind}"] = Caller(queue, _stock_strategy, dialect)
@@ -223,7 +216,7 @@ def import_all() -> None:
 
     _our_queue(), _our_strategy()
     for dialect, module in _QUEUES.items():
-        if has(module):
+        if is_installed(module):
             get_async_strategy(dialect)
 
 

@@ -11,7 +11,7 @@ FOLDERS = ("dcp", "drain", "observe", "lightning", "megatron", "nvrx", "cli", "i
 ROWS = (
     ("_native", "_process", "errors"),
     ("_arguments", "_collector", "_completion", "_constructors", "_durable", "_devices", "_dtypes", "_framing", "_lineage",
-     "_modules", "_names", "_programs", "_ranks", "_records", "_regular"),
+     "_modules", "_names", "_packages", "_programs", "_ranks", "_records", "_regular"),
     ("_dcp_directories", "_pieces", "_plain"),
     ("_kinds", "_unpickle", "snapshots"),
     ("_tensor_kinds",),

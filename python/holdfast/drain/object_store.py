@@ -9,7 +9,6 @@ from __future__ import annotations
 import builtins
 import contextlib
 import datetime
-import importlib.util
 import logging
 import os
 import re
@@ -21,6 +20,7 @@ from typing import Any, NamedTuple
 
 from holdfast import _regular
 from holdfast._names import BESIDE_RECORD, DCP_RECORD, MANIFEST_END, METADATA, RECORD
+from holdfast._packages import is_installed
 from holdfast.drain.beside import record_of, recorded
 from holdfast.drain.contents import contents_of, info_of, parse
 from holdfast.drain.places import BESIDE, NO_NAME, File, Info, Read, age_of, pieces, scheme_of
@@ -51,7 +51,7 @@ def find_library() -> None:
     Raises:
         Error: UNIMPLEMENTED where it is missing.
     """
-    if importlib.util.find_spec("obstore") is None:
+    if not is_installed("obstore"):
         raise Error("UNIMPLEMENTED", "drain: obstore is not installed; pip install 'obstore>=0.8'")
 
 

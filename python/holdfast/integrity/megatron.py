@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import importlib.util
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from holdfast._packages import is_installed
 from holdfast.integrity import states
 
 CONFIG = "metadata.json"  # by which Megatron knows its checkpoints; its finalize function writes it
@@ -23,10 +23,7 @@ IDS = "ids"  # a tensor of which each rank has a row
 
 def why_not() -> str:
     """Why nothing can be saved through Megatron-Core here; "" where it can."""
-    with contextlib.suppress(ModuleNotFoundError):
-        if importlib.util.find_spec("megatron.core") is not None:
-            return ""
-    return "Megatron-Core is not installed"
+    return "" if is_installed("megatron.core") else "Megatron-Core is not installed"
 
 
 def core() -> Any:

@@ -8,7 +8,6 @@ count against one: verification, retention, recovery, errors with codes, and wha
 from __future__ import annotations
 
 import copy
-import importlib.util
 import os
 import signal
 import threading
@@ -19,6 +18,7 @@ from typing import Any
 import holdfast
 import holdfast.dcp
 from holdfast import _names
+from holdfast._packages import is_installed
 from holdfast.integrity import corruption, judge, megatron, readers, schedule, trainer
 from holdfast.integrity.processes import send
 
@@ -56,7 +56,7 @@ def why_not(saver: str) -> str:
         return f"there is no {saver}; there is {', '.join(NAMES)}"
     if saver in OF_MEGATRON and megatron.why_not():
         return f"{saver}: {megatron.why_not()}"
-    if saver.startswith("nvrx") and importlib.util.find_spec("nvidia_resiliency_ext") is None:
+    if saver.startswith("nvrx") and not is_installed("nvidia_resiliency_ext"):
         return f"{saver}: nvidia-resiliency-ext is not installed"
     return ""
 

@@ -8,12 +8,12 @@ and runs a script as it is.
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import sys
 import threading
 from typing import Any
 
+from holdfast._packages import is_installed
 from holdfast.megatron.patching import Patch
 from holdfast.megatron.writer import FileSystemWriterAsync, LateNames, checked
 
@@ -46,18 +46,9 @@ def install(*, late: LateNames = ()) -> None:
         if _patch is None:
             _patch = Patch()
             _patch.start()
-            if not (_is_there("megatron.core") or _is_there("nvidia_resiliency_ext")):
+            if not (is_installed("megatron.core") or is_installed("nvidia_resiliency_ext")):
                 logger.warning("holdfast.megatron.install: neither Megatron-Core nor nvidia-resiliency-ext is installed for %s, so "
                                "nothing saves through Holdfast; install megatron-core, or use another Python", sys.executable)  # fmt: skip
-
-
-def _is_there(name: str) -> bool:
-    try:
-        return importlib.util.find_spec(name) is not None
-    except ImportError:  # of the package around it
-        return False
-    except ValueError:  # imported, without a specification
-        return True
 
 
 def uninstall() -> None:
