@@ -39,7 +39,7 @@ def _run(report: Report, build: Path, program: str) -> None:
     result = report.scratch / f"{program}.json"
     worker = {"HOLDFAST_WORKER": str(build / "holdfast-worker")}
     # Not those on the fake driver, nor of HIP: they say nothing about this GPU.
-    command = [path, f"--gtest_output=json:{result}", "--gtest_filter=-*Fake*:*Hip*"]
+    command = [str(path), f"--gtest_output=json:{result}", "--gtest_filter=-*Fake*:*Hip*"]
     done = subprocess.run(command, env={**os.environ, **worker}, timeout=60)
     if not result.exists():
         raise RuntimeError(f"it ended with {done.returncode}")

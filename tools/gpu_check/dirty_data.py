@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from report import MIB, Report, Skip, one_rank, run, synchronize
+from report import MIB, Report, one_rank, run, synchronize
 
 import holdfast
 
@@ -79,8 +79,7 @@ def body(report: Report) -> None:
     elements = report.size(ELEMENTS, 1024)
     import framework_ways
 
-    if not framework_ways.has("megatron.core"):
-        raise Skip("no megatron-core")
+    report.need_packages("megatron.core")
     framework_ways.import_all()
     callers = framework_ways.megatron_callers()
     # What the pinned allocator hands out again, where the staging was released early, and as it is.

@@ -6,7 +6,7 @@ import logging
 from typing import Any
 
 import torch
-from report import GIB, Report, Skip, memory_on_gpu, run, synchronize, timed
+from report import GIB, Report, memory_on_gpu, run, synchronize, timed
 
 LAYERS = 8
 
@@ -38,7 +38,8 @@ def one(report: Report, name: str, width: int) -> dict[str, Any]:
             return torch.optim.Adam(self.parameters())
 
         def train_dataloader(self) -> Any:
-            return torch.utils.data.DataLoader(torch.randn(8, width), batch_size=1)
+            rows: Any = torch.randn(8, width)
+            return torch.utils.data.DataLoader(rows, batch_size=1)
 
     class Saves(pl.Callback):
         def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
@@ -68,8 +69,7 @@ def one(report: Report, name: str, width: int) -> dict[str, Any]:
 def body(report: Report) -> None:
     import framework_ways
 
-    if not framework_ways.has("lightning"):
-        raise Skip("no lightning")
+    report.need_packages("lightning")
     framework_ways.lightning_plugins()  # imports it
     for name in ("holdfast.lightning", "AsyncCheckpointIO", "OffloadCallback"):
         with report.part(name):

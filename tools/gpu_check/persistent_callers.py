@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import statistics
 import threading
 from typing import Any
 
 import torch
-from report import GIB, MIB, Report, Skip, one_rank, run, synchronize, timed
+from report import GIB, MIB, Report, one_rank, run, synchronize, timed
 
 import holdfast
 
@@ -61,7 +62,7 @@ def one(report: Report, name: str, nbytes: int) -> dict[str, Any]:
             tensor.fill_(number)
         path = str(report.scratch / f"checkpoint-{number}")
         synchronize()
-        seconds, wait = timed(lambda path=path: caller.save(tensors, path))
+        seconds, wait = timed(functools.partial(caller.save, tensors, path))
         calls.append(seconds)
         for tensor in tensors.values():
             tensor.add_(0.5)
@@ -80,8 +81,7 @@ def one(report: Report, name: str, nbytes: int) -> dict[str, Any]:
 def body(report: Report) -> None:
     import framework_ways
 
-    if not framework_ways.has("megatron.core"):
-        raise Skip("no megatron-core")
+    report.need_packages("megatron.core")
     framework_ways.import_all()
     nbytes = report.size(2 * GIB, MIB)
     # The most telling ones first.

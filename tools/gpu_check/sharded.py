@@ -70,10 +70,10 @@ def saved_and_loaded(report: Report, kind: str) -> list[int]:
     before = [values(part) for part in get_state_dict(model, optimizer)]
     path = str(report.scratch / "sharded")
     parts = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
-    future = holdfast.dcp.async_save(parts, checkpoint_id=path)
+    future: Any = holdfast.dcp.async_save(parts, checkpoint_id=path)
     step(model, optimizer)
     future.result()
-    fresh = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+    fresh: dict[str, Any] = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
     dcp.load(fresh, storage_reader=holdfast.dcp.StorageReader(path))
     set_state_dict(model, optimizer, model_state_dict=fresh["model"], optim_state_dict=fresh["optimizer"])
     after = [values(part) for part in get_state_dict(model, optimizer)]
@@ -140,8 +140,7 @@ def peer_tests(report: Report) -> None:
 
 def lightning_strategy(report: Report) -> None:
     """Our test of `holdfast.lightning.FSDPStrategy`: FSDP refuses a CPU."""
-    if importlib.util.find_spec("lightning") is None:
-        raise Skip("no lightning")
+    report.need_packages("lightning")
     well, given = passed(report, f"{ROOT / STRATEGY_TEST}")
     report.check("Lightning's FSDPStrategy: tests passed of all", f"{well} of {given}", well == given)
 
