@@ -109,7 +109,7 @@ class Trainer:
 
 
 def checksums(tensors: dict[str, torch.Tensor]) -> dict[str, int]:
-    return {k: zlib.crc32(memoryview(t.cpu().numpy()).cast("B")) for k, t in tensors.items()}
+    return {k: zlib.crc32(t.cpu().numpy().data.cast("B")) for k, t in tensors.items()}
 
 
 def busy_seconds() -> float:
@@ -254,7 +254,7 @@ def dcp_async(process: bool, tuned: bool, staged_max: int = 0, cuda: bool = Fals
                 )
             options["async_stager"] = staging["stager"]
         writer = holdfast.dcp.StorageWriter(path, staging_bytes_max=staged_max) if staged_max else dcp_writer(path)
-        answer = dcp.async_save(tensors, storage_writer=writer, async_checkpointer_type=kind, **options)
+        answer: Any = dcp.async_save(tensors, storage_writer=writer, async_checkpointer_type=kind, **options)
         if hasattr(answer, "upload_completion"):
             staging["staged"] = answer.staging_completion
             return answer.upload_completion.result
@@ -285,7 +285,8 @@ def dcp_async(process: bool, tuned: bool, staged_max: int = 0, cuda: bool = Fals
 def holdfast_way(cap: int, dcp: bool, late: Sequence[torch.optim.Optimizer] = ()) -> Way:
     def start(tensors: dict[str, Any], path: str) -> Callable[[], Any]:
         if dcp:
-            return holdfast.dcp.async_save(tensors, checkpoint_id=path).result
+            answer: Any = holdfast.dcp.async_save(tensors, checkpoint_id=path)
+            return answer.result
         return holdfast.save_async(tensors, path, late=late).wait
 
     def load(tensors: dict[str, Any], path: str) -> dict[str, Any]:
