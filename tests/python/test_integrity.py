@@ -311,6 +311,22 @@ def test_retention_may_remove_an_abandoned_checkpoint_first(rolled_back: bool) -
     assert bool(looking.problems) is not rolled_back
 
 
+def test_a_load_of_the_other_trainers_checkpoint_abandons_nothing_for_certain() -> None:
+    """The numbers of the other trainer's saves say nothing of the order."""
+    steps = {1: 1, 2: 3, 3: 2}
+    round_ = made(*({**save(n), "step": step} for n, step in steps.items()), keep_last=2, jobs=2)
+    looking = judge.Judge(round_, "/nowhere")
+    for n, step in steps.items():
+        if n == 3:
+            loaded = {"event": "loaded", "rank": 0, "job": 1, "at": 3, "n": 2, "path": "", "different": ""}
+            looking.hear([loaded], [])
+        looking.made[1000 + n] = judge.Made(1000 + n, f"other-{step}", 1, 0, n, n + 0.5, {0: "durable"})
+    looking.look_for_durable("/nowhere", 0, {"other-1": 1001, "other-2": 1003})
+    assert looking.problems == []
+    looking.look_for_durable("/nowhere", 0, {"other-1": 1001})
+    assert [p["invariant"] for p in looking.problems] == ["i"]
+
+
 @pytest.mark.parametrize("place", [0.5, 0.0])
 @pytest.mark.parametrize("kind", ["change-and-restore", "cancel"])
 def test_a_change_that_was_undone_is_found_by_all_who_read(kind: str, place: float, tmp_path: Path) -> None:

@@ -70,7 +70,8 @@ class Made:
         generation: how often the directory had been moved away before.
         began, returned: the call, in nanoseconds; `returned` is infinite where it never did.
         outcomes: by rank: durable, failed, refused or skipped.
-        abandoned: its trainer went on from an older checkpoint.
+        abandoned: its trainer went on from an older checkpoint; None where it went on from one of the other trainer, which
+            may have left this one behind.
     """
 
     number: int
@@ -80,7 +81,7 @@ class Made:
     began: float
     returned: float = float("inf")
     outcomes: dict[int, str] = dataclasses.field(default_factory=dict)
-    abandoned: bool = False
+    abandoned: bool | None = False
 
     @property
     def durable(self) -> bool:
@@ -161,8 +162,7 @@ class Judge:
                     self._look_at_failure(made, line, causes)
             elif event == "loaded":
                 self.counts["loads by trainers"] += 1
-                for one in self.made.values():
-                    one.abandoned = one.abandoned or one.job == line["job"] and one.number > number > 0
+                self._leave_later_ones(line["job"], number)
                 if line["different"]:
                     self.blame("ii", f"a trainer loaded {line['path']}: {line['different']}")
             elif event == "looked":
@@ -418,17 +418,28 @@ class Judge:
             return False
         series = made.name.rpartition("-")[0]
         of_another = self.round["same_names"] and any(m.job != made.job and m.may_be_there and m.returned > made.began for m in saves)
-        gone = self._is_abandoned(made, saves)
+        gone = self._is_abandoned(made, saves) is not False
         before = {m.name for m in saves if m.name.rpartition("-")[0] == series and m.name != made.name and m.may_be_there
-                  and (m.returned > made.began or of_another or gone and not self._is_abandoned(m, saves))}  # fmt: skip
+                  and (m.returned > made.began or of_another or gone and self._is_abandoned(m, saves) is not True)}  # fmt: skip
         return len(before) >= keep
 
-    def _is_abandoned(self, made: Made, saves: list[Made]) -> bool:
-        """Whether its trainer went on from an older checkpoint: it loaded one, or its steps went back."""
+    def _leave_later_ones(self, job: int, loaded: int) -> None:
+        """Notes which saves of a trainer are abandoned once it has loaded a save."""
+        for made in self.made.values():
+            if made.job != job or not loaded:
+                continue
+            if loaded // schedule.SAVES_OF_JOB != job:
+                made.abandoned = made.abandoned or None
+            elif made.number > loaded:
+                made.abandoned = True
+
+    def _is_abandoned(self, made: Made, saves: list[Made]) -> bool | None:
+        """Whether its trainer went on from an older checkpoint: it loaded one, or its steps went back. None: perhaps."""
         step = self._actions[made.number]["step"]
-        return made.abandoned or any(
+        went_back = any(
             m.job == made.job and m.began > made.began and m.may_be_there and self._actions[m.number]["step"] < step for m in saves
         )
+        return went_back or made.abandoned
 
     def _look_at_newest(self, directory: str, generation: int, complete: list[dict[str, Any]],
                         found: dict[str, int]) -> None:  # fmt: skip
