@@ -115,10 +115,11 @@ class Life {
     } else {
       request.tensors = state.tensors();
     }
+    absl::StatusOr<SaveHandle> save =  // before the call, which may have no memory for it
+        absl::ResourceExhaustedError(absl::StrCat("save ", action.name, ": no memory"));
     teller_->Tell("call", {{"n", action.number}});
     if (action.event.has_value()) events_.BeginCall(action.number, *action.event);
     bool has_thrown = false;
-    absl::StatusOr<SaveHandle> save = absl::ResourceExhaustedError("save: no memory");
     try {
       save = checkpointer_->SaveAsync(request);
     } catch (const std::bad_alloc&) {  // of the limit
