@@ -311,6 +311,15 @@ def test_retention_may_remove_an_abandoned_checkpoint_first(rolled_back: bool) -
     assert bool(looking.problems) is not rolled_back
 
 
+def test_a_trainer_may_tell_of_its_workers_kill_just_before_its_own() -> None:
+    errors = [{"rank": "", "ours": True, "code": "ABORTED", "message": "save step-1: its worker was killed by signal 9 (KILL)"}]
+    for kind, problems in (("kill-both", 0), ("cancel", 1)):
+        looking = judge.Judge(made(save(1, **event(kind))), "/nowhere")
+        call = {"event": "call", "n": 1, "rank": 0, "job": 0, "at": 1}
+        looking.hear([call, {**call, "event": "failed", "at": 2, "errors": errors}], looking.round["lives"][0])
+        assert len(looking.problems) == problems
+
+
 def test_a_load_of_the_other_trainers_checkpoint_abandons_nothing_for_certain() -> None:
     """The numbers of the other trainer's saves say nothing of the order."""
     steps = {1: 1, 2: 3, 3: 2}

@@ -34,6 +34,7 @@ OF_ERRORS = {"DATA_LOSS", "RESOURCE_EXHAUSTED", "UNAVAILABLE"}
 # Codes that a save may fail with after an event of a kind.
 _CODES = {
     "kill-worker": {"ABORTED"},
+    "kill-both": {"ABORTED"},  # of a trainer that saw its worker's end before its own
     "terminate-worker": {"ABORTED"},
     "hang-worker": {"DEADLINE_EXCEEDED", "ABORTED"},
     "oom-worker": {"ABORTED"},
