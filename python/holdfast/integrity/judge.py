@@ -163,7 +163,7 @@ class Judge:
                     self._look_at_failure(made, line, causes)
             elif event == "loaded":
                 self.counts["loads by trainers"] += 1
-                self._leave_later_ones(line["job"], number)
+                self._note_load(line["job"], number)
                 if line["different"]:
                     self.blame("ii", f"a trainer loaded {line['path']}: {line['different']}")
             elif event == "looked":
@@ -424,11 +424,9 @@ class Judge:
                   and (m.returned > made.began or of_another or gone and self._is_abandoned(m, saves) is not True)}  # fmt: skip
         return len(before) >= keep
 
-    def _leave_later_ones(self, job: int, loaded: int) -> None:
-        """Notes which saves of a trainer are abandoned once it has loaded a save."""
-        for made in self.made.values():
-            if made.job != job or not loaded:
-                continue
+    def _note_load(self, job: int, loaded: int) -> None:
+        """Notes which saves of a trainer are abandoned, now that it has loaded a save; 0 is none."""
+        for made in (m for m in self.made.values() if m.job == job and loaded):
             if loaded // schedule.SAVES_OF_JOB != job:
                 made.abandoned = made.abandoned or None
             elif made.number > loaded:
