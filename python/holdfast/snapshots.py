@@ -143,11 +143,12 @@ def _read(manifest: str) -> Snapshot:
         return snapshot_of(json.loads(file.read()), os.path.dirname(manifest))
 
 
-def _newest_before(path: str, manifest: str, rank: int, world_size: int) -> Snapshot | None:
-    """The newest complete checkpoint beside `path` that is older than its manifest, and of its format."""
+def _newest_before(path: str, manifest: str, rank: int, world_size: int, began: int) -> Snapshot | None:
+    """The newest complete checkpoint beside `path` that was there when its save began, and is of its format."""
     directory = os.path.dirname(path)
     format = _format_of(manifest)
-    own = os.stat(manifest).st_mtime_ns
+    # A save that was called later may end first.
+    called = min(os.stat(manifest).st_mtime_ns, time.time_ns() - (time.monotonic_ns() - began))
     candidates = []
     with os.scandir(directory) as entries:
         for number, entry in enumerate(entries):
@@ -156,7 +157,7 @@ def _newest_before(path: str, manifest: str, rank: int, world_size: int) -> Snap
             if entry.path == path or _names.kind_of(entry.name) or not entry.is_dir():
                 continue
             other = _manifest_in(entry.path, rank, world_size)
-            if other is not None and _format_of(other) == format and (age := os.stat(other).st_mtime_ns) <= own:
+            if other is not None and _format_of(other) == format and (age := os.stat(other).st_mtime_ns) <= called:
                 candidates.append((age, other))
     for _, other in sorted(candidates, reverse=True)[:2]:
         try:
@@ -247,7 +248,7 @@ def compare_with_previous(subject: Any, report: dict[str, Any] | None, error: Er
         _previous.of.move_to_end(key)
         while len(_previous.of) > _REMEMBERED_MAX:
             _previous.of.popitem(last=False)
-    earlier = last[1] if last is not None else _newest_before(path, manifest, rank, world_size)
+    earlier = last[1] if last is not None else _newest_before(path, manifest, rank, world_size, began)
     if earlier is None or earlier.attempt == later.attempt:
         return
     result = describe(earlier, later)

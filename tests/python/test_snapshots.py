@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 from typing import Any
 
@@ -300,6 +301,20 @@ def test_saves_of_dcp_are_compared(tmp_path: Path, caplog: pytest.LogCaptureFixt
             snapshots._previous.of.clear()  # step 3: as a new process would find it
     (message,) = warnings(caplog)
     assert "step 2): all 2 tensors are identical" in message
+
+
+def test_a_save_that_was_called_later_and_ended_first_is_no_previous_one(tmp_path: Path) -> None:
+    save(state_of(1), tmp_path / "a", 1)
+    time.sleep(0.02)  # the clock of files has steps
+    called = time.monotonic_ns()
+    time.sleep(0.02)
+    save(state_of(2), tmp_path / "c", 3)
+    report = save(state_of(3), tmp_path / "b", 2)
+    snapshots._previous.of.clear()  # as in a new process
+    again: dict[str, Any] = {"attempt": report["attempt"], "entered_ns": called}
+    subject = types.SimpleNamespace(path=tmp_path / "b", extra={"rank": 0, "world_size": 1})
+    snapshots.compare_with_previous(subject, again, None)
+    assert again["previous"] == str(tmp_path / "a")
 
 
 def test_saves_of_two_formats_are_not_compared(tmp_path: Path) -> None:
