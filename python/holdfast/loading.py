@@ -105,7 +105,8 @@ class Checkpoint(Mapping[str, torch.Tensor]):
         together = rank is None and self.world_size != own_world
         self.rank = own_rank if rank is None else rank
         if self.rank != 0 and not together:
-            self.reader.add(self.rank)  # what both have is the own one
+            with self._or_instead():
+                self.reader.add(self.rank)  # what both have is the own one
         self._entry_bytes: dict[str, int] = self.reader.entry_bytes()
         self._ranks: list[_View] = []
         self._alike: set[str] = set()
@@ -120,13 +121,19 @@ class Checkpoint(Mapping[str, torch.Tensor]):
     def _open(self) -> Any:
         if self._remote is not None:
             return remote.Reader(*self._remote)
-        try:
+        with self._or_instead():
             return _native.CheckpointReader.open(self.path, 0)
+
+    @contextlib.contextmanager
+    def _or_instead(self) -> Iterator[None]:
+        """Errors of what is no plain checkpoint name what loads it."""
+        try:
+            yield
         except Error as error:
             instead = self._instead()
             if not instead:
                 raise
-            raise Error(error.code, f"load {self.path}: {instead}", error.errno) from error
+            raise Error("FAILED_PRECONDITION", f"load {self.path}: {instead}") from error
 
     def _instead(self) -> str:
         """What stands in the place of a plain checkpoint, and what loads it; empty for anything else."""

@@ -250,3 +250,15 @@ def _shards(rank: int, path: str) -> list[bool]:
 
 def test_shards_of_a_new_optimizer_get_their_state(tmp_path: Path) -> None:
     assert dcp_ranks.run_ranks(2, tmp_path, _shards, str(tmp_path / "run")) == [[True] * 6] * 2
+
+
+def _save_and_load_as_plain(rank: int, path: str) -> tuple[str, str]:
+    holdfast.dcp.save({f"t{rank}": torch.ones(3)}, checkpoint_id=path)
+    with pytest.raises(holdfast.Error) as refused:
+        holdfast.load(path)
+    return refused.value.code, refused.value.message
+
+
+def test_a_plain_load_names_what_loads_it_on_every_rank(tmp_path: Path) -> None:
+    for code, message in dcp_ranks.run_ranks(2, tmp_path, _save_and_load_as_plain, str(tmp_path / "step-1")):
+        assert code == "FAILED_PRECONDITION" and "use holdfast.dcp.load" in message
