@@ -112,6 +112,9 @@ def test_every_name_that_is_sent_can_be_loaded(kind: str, name: str, server: s3_
     assert holdfast.load(f"{far}/{urllib.parse.quote(name.format(step=1))}", storage=storage)["w"][0] == 1
     with pytest.raises(Error, match="there is no complete checkpoint"):
         holdfast.load(f"{far}/{urllib.parse.quote(name.format(step=3))}", storage=storage)
+    with pytest.raises(Error, match="it is no checkpoint and holds some; load one of them, the newest is ") as refused:
+        holdfast.load(far, storage=storage)
+    assert refused.value.code == "FAILED_PRECONDITION"
 
 
 @pytest.mark.parametrize(

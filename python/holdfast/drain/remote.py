@@ -95,6 +95,8 @@ def find(url: str, storage: dict[str, Any] | None = None) -> Found:
             for info in complete:
                 if text in (info.name, info.slot):
                     return Found(place, info)
+        if held := open_place(url, storage).complete()[0]:
+            raise Error("FAILED_PRECONDITION", f"load {url}: it is no checkpoint and holds some; load one of them, the newest is {held[-1].slot}")
     raise Error("NOT_FOUND", f"open {url}: there is no complete checkpoint")
 
 
