@@ -2,22 +2,19 @@
 
 #include <nlohmann/json.hpp>
 
-#include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
 #include "holdfast/pod.h"
 #include "holdfast/version.h"
 #include "tools/progress_bar.h"
+#include "tools/words.h"
 
 namespace holdfast::tools {
 namespace {
 
 // Less than the smallest arena holds: nothing worth the name can be saved.
 constexpr uint64_t kFreeBytesMin = uint64_t{16} << 20;
-
-/// Names and reasons may come from elsewhere: no control character reaches the terminal.
-std::string Printable(const std::string& text) { return absl::Utf8SafeCEscape(text); }
 
 std::string Bytes(uint64_t bytes) { return FormatBytes(static_cast<double>(bytes)); }
 

@@ -3,16 +3,13 @@
 #include <array>
 #include <nlohmann/json.hpp>
 
-#include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "tools/progress_bar.h"
+#include "tools/words.h"
 
 namespace holdfast::tools {
 namespace {
-
-/// Names come from files that may be hostile: no control character reaches the terminal.
-std::string Printable(const std::string& text) { return absl::Utf8SafeCEscape(text); }
 
 double Rate(uint64_t bytes, double seconds) {
   return seconds > 0 ? static_cast<double>(bytes) / seconds : 0;

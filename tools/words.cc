@@ -2,6 +2,9 @@
 
 #include <initializer_list>
 
+#include "absl/strings/escaping.h"
+#include "absl/strings/str_replace.h"
+
 namespace holdfast::tools {
 namespace {
 
@@ -21,6 +24,11 @@ std::map<std::string, Launcher> LauncherWords() {
 std::map<std::string, EngineRung> EngineWords() {
   return Words(
       {EngineRung::kAuto, EngineRung::kUringFixed, EngineRung::kUring, EngineRung::kPwrite});
+}
+
+std::string Printable(absl::string_view text) {
+  // The first pair keeps an escaped backslash in front of a quote whole.
+  return absl::StrReplaceAll(absl::Utf8SafeCEscape(text), {{"\\\\", "\\\\"}, {"\\'", "'"}});
 }
 
 }  // namespace holdfast::tools

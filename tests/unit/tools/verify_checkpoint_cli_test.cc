@@ -56,6 +56,12 @@ TEST_F(VerifyCheckpointProgram, ExitsAsItFound) {
   EXPECT_EQ(Run(Path("nothing")).status, 3);
 }
 
+TEST_F(VerifyCheckpointProgram, PrintsAReasonAsItIs) {
+  const std::string file = Path("sound/") + model_;
+  std::filesystem::resize_file(file, std::filesystem::file_size(file) - 1);
+  EXPECT_THAT(Run(Path("sound")).out, HasSubstr("found the file's end\n"));
+}
+
 TEST_F(VerifyCheckpointProgram, ExitsWithTheWorstOfSeveral) {
   const std::string sound = Path("sound") + " ";
   const std::string corrupt = Path("corrupt") + " ";
