@@ -410,19 +410,18 @@ def test_errors_say_what_to_do(tmp_path: Path, server: s3_server.Server, bucket:
     save(tmp_path / "run", 1, elements=10)
     url, storage = bucket
     words = [word for item in storage.items() for word in ("--storage", "=".join(item))]
-    for target, status, said in (
-        ("s3://no-such-bucket/run", 0, "no-such-bucket"),
-        (url, 403, "; credentials come from the environment, from storage=, or from --storage-file"),
-        ("nowhere://bucket/run", 0, "nowhere"),
+    for arguments, status, said in (
+        (("drain", tmp_path / "run", "s3://no-such-bucket/run"), 0, "; make the bucket, or choose another place"),
+        (("ls", url), 400, "; look at the endpoint, and at its server"),
+        (("drain", tmp_path / "run", url), 403, "; credentials come from the environment, from storage=, or from --storage-file"),
+        (("drain", tmp_path / "run", "nowhere://bucket/run"), 0, "nowhere"),
+        (("drain", tmp_path / "none", url), 0, "No such file"),
     ):
         server.faults.refuse = status
         begin = time.monotonic()
-        done = command("drain", tmp_path / "run", target, *words, torch=False, timeout=60)
+        done = command(*arguments, *words, torch=False, timeout=60)
         assert (done.status, done.out) == (2, "") and said in done.error, done
         assert "Traceback" not in done.error and time.monotonic() - begin < 20
-    server.faults.refuse = 0
-    done = command("drain", tmp_path / "none", url, *words, torch=False, timeout=60)
-    assert done.status == 2 and "No such file" in done.error
     done = command("drain", tmp_path / "run", url, *words, "--json", torch=False)
     assert done.status == 0 and [a["name"] for a in done.json["arrived"]] == ["step-1"]
 

@@ -124,7 +124,7 @@ class Store:
                 code = code if status[1] == "403" or "MKCOL" in str(error) else "UNIMPLEMENTED"
                 raise Error(code, f"{operation} {where}: {_reason(error)}; a drain needs a server that does this part of WebDAV: "
                             f"{_NEEDED_OF_WEBDAV[operation]}, or choose another store") from error  # fmt: skip
-            hint = "; credentials come from the environment, from storage=, or from --storage-file" if code in _REFUSED else ""
+            hint = _MAKE_BUCKET if code == "NOT_FOUND" and operation == "list" else _HINTS.get(code, "")
             raise Error(code, f"{operation} {where}: {_reason(error)}{hint}") from error
 
     # ---- Reading.
@@ -403,7 +403,13 @@ def _latest(looked: Iterable[Info | str | None]) -> dict[str, Info]:
 # In the library's text of an HTTP error: status, and what S3 says in XML.
 _STATUS = re.compile(r"status code: (\d{3}) ?([^:<\n]*)")
 _SAID = re.compile(r"<Code>([^<]*)</Code>\s*(?:<Message>([^<]*)</Message>)?")
-_REFUSED = ("PERMISSION_DENIED", "UNAUTHENTICATED")
+_CREDENTIALS = "; credentials come from the environment, from storage=, or from --storage-file"
+_HINTS = {
+    "PERMISSION_DENIED": _CREDENTIALS,
+    "UNAUTHENTICATED": _CREDENTIALS,
+    "UNAVAILABLE": "; look at the endpoint, and at its server",
+}
+_MAKE_BUCKET = "; make the bucket, or choose another place"
 _CODE_OF_STATUS = {"401": "UNAUTHENTICATED", "403": "PERMISSION_DENIED", "404": "NOT_FOUND", "507": "RESOURCE_EXHAUSTED"}
 
 
