@@ -57,7 +57,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--version", action="version", version=f"integrity-fuzz {__version__}")
     add("--dir", default="", help="a directory on the file system to try (default: the system's temporary one)")
     add("--rounds", type=int, help="end after so many rounds (default: 100, without --time)")
-    add("--time", type=_seconds, metavar="T", help="end after this time: 90, 10m, 8h")
+    add("--time", type=_seconds, metavar="T", help="end after this time, and at least one round: 90, 10m, 8h")
     add("--seed", type=int, help="of all rounds (default: a fresh one, which is printed)")
     add("--first", type=int, default=0, metavar="N", help="number of the first round (default: 0)")
     add("--jobs", type=int, default=min(8, 2 * processes.cpus()), metavar="N",

@@ -137,7 +137,7 @@ class Campaign:
         """Runs rounds until a count or a time is over.
 
         Args:
-            rounds_max, seconds_max: no round begins after so many rounds or seconds.
+            rounds_max, seconds_max: no round begins after so many rounds or seconds, but the first.
             shrink_seconds: longest time to simplify a failing round.
             at_once: rounds that run beside each other.
 
@@ -146,19 +146,19 @@ class Campaign:
             ChildProcessError: a process that runs rounds has ended.
         """
         began, before = time.monotonic(), self.seconds
-        told, end = before, None if seconds_max is None else began + seconds_max
+        first, told, end = self.next, before, None if seconds_max is None else began + seconds_max
         numbers = itertools.count(self.next) if rounds_max is None else range(self.next, self.next + rounds_max)
         unfinished: set[int] = set()
 
         def drawn() -> Iterator[tuple[dict[str, Any]]]:
             for number in numbers:
-                if end is not None and time.monotonic() >= end:
+                if number > first and end is not None and time.monotonic() >= end:
                     return
                 unfinished.add(number)
                 round_ = schedule.draw(self.seed, number, self.limits)
                 yield (peers.reduce(round_, self.saver) if self.saver else round_,)
 
-        last = self.next
+        last = first
         count = at_once if rounds_max is None else max(1, min(at_once, rounds_max))
         with lanes.Lanes(count, functools.partial(rounds.Bench, self.directory, self.limits.doors)) as beside:
             for (round_,), result in beside.run(drawn()):
