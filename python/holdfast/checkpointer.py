@@ -265,7 +265,7 @@ class Checkpointer(PerProcess):
 
         check_member(f"save {path}", self._process_group)
         if late is True:
-            raise _refusal("late=True: a DCP state holds no optimizer; pass late=[optimizer]")
+            raise _refusal("late=True is for plain saves; pass late=[optimizer]")
         writer = holdfast.dcp.StorageWriter(path, step=step, overwrite=replace)
         writer.runtime = self._runtime
         with self._calling(path):

@@ -68,7 +68,8 @@ struct CheckpointerOptions {
   /// For fault injection in tests only. Called by a sealing thread with each extent, after the
   /// digests are taken and before the worker is notified.
   std::function<void(const SealedExtent&)> on_sealed;
-  /// Path of holdfast-worker. Empty: $HOLDFAST_WORKER, then the directory of the library.
+  /// Path of holdfast-worker. Empty: $HOLDFAST_WORKER, the executable's directory,
+  /// ../libexec/holdfast beside it, then the installation.
   std::string worker_program;
 };
 
