@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import gc
 import os
 import threading
@@ -15,6 +16,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
+from torch.distributed.tensor import DeviceMesh, Replicate, distribute_tensor
 
 import holdfast
 import holdfast.dcp
@@ -232,3 +234,49 @@ def test_in_process_mode_tensors_cross_by_reference(tmp_path: Path) -> None:
     assert all(nbytes < 64 << 10 for nbytes in result["sent"])
     assert len({kept for kept, _ in result["kept"]}) == 1
     assert all(held == 0 for _, held in result["kept"])
+
+
+class Tagged(dict[str, Any]):
+    """With an attribute, and a way of its own to set items."""
+
+    tag = ""
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        super().__setitem__(key, "set")
+
+
+def test_copies_of_mappings_have_the_same_items() -> None:
+    optimizer = torch.optim.SGD([torch.zeros(1)], 1.0)
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [30, 80, 80])
+    tagged = Tagged(a=1)
+    tagged.tag = "x"
+    state = {
+        "scheduler": scheduler.state_dict(),
+        "counts": collections.Counter(a=torch.tensor(3)),
+        "default": collections.defaultdict(list, a=[1]),
+        "ordered": collections.OrderedDict(b=1, a=2),
+        "tagged": tagged,
+    }
+    copied = staging.stage(state)
+    assert copied["scheduler"]["milestones"] == collections.Counter({30: 1, 80: 2})
+    assert copied["counts"]["a"].item() == 3 and type(copied["counts"]) is collections.Counter
+    assert copied["default"] == {"a": [1]} and copied["default"]["b"] == []
+    assert list(copied["ordered"].items()) == [("b", 1), ("a", 2)]
+    assert copied["tagged"] == {"a": 1} and copied["tagged"].tag == "x"
+
+
+def test_a_dtensor_without_dimensions_is_staged() -> None:
+    with dcp_ranks.one_rank():
+        mesh = DeviceMesh("cpu", [0])
+        for value in (torch.tensor(1.5), torch.zeros(0, 3)):
+            given = distribute_tensor(value, mesh, [Replicate()])
+            copied = staging.stage({"d": given})["d"]
+            assert copied.shape == value.shape and torch.equal(copied.to_local(), value)
+
+
+def test_a_tensor_whose_memory_was_freed_is_refused_by_name() -> None:
+    freed = torch.ones(1000)
+    freed.untyped_storage().resize_(0)
+    with pytest.raises(holdfast.Error, match=r"stage model\.1: its storage has 0 of the 4000 bytes") as refused:
+        staging.stage({"model": [torch.ones(1), freed]})
+    assert refused.value.code == "INVALID_ARGUMENT"

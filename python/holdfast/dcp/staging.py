@@ -26,6 +26,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from holdfast import _arguments, _runtime, events
 from holdfast._process import PerProcess
+from holdfast._tensor_kinds import why_no_storage
 from holdfast.errors import Error, of_system
 
 # A staged copy is stable, so it streams through this much of the runtime's staging memory.
@@ -177,21 +178,24 @@ class _Copy:
             and value.device.type != "meta"
         )
 
-    def count(self, value: Any) -> None:
+    def count(self, value: Any, path: str = "") -> None:
+        """Collects the tensors; `path`, with a dot behind it, is that of `value`."""
         if self._is_plain(value):
+            if why := why_no_storage(value):
+                raise Error("INVALID_ARGUMENT", f"stage {path[:-1]}: {why}")
             tensor = value.detach()
             key = self._key(tensor)
             if key not in self.tensors:
                 self.tensors[key] = (tensor, self.nbytes)
                 self.nbytes += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
         elif isinstance(value, DTensor):
-            self.count(value._local_tensor)
+            self.count(value._local_tensor, path)
         elif isinstance(value, dict):
-            for item in value.values():
-                self.count(item)
+            for key, item in value.items():
+                self.count(item, f"{path}{key}.")
         elif isinstance(value, (list, tuple)):
-            for item in value:
-                self.count(item)
+            for i, item in enumerate(value):
+                self.count(item, f"{path}{i}.")
 
     def fill(self) -> None:
         """Copies every tensor once to its place."""
@@ -217,7 +221,7 @@ class _Copy:
             # A DTensor that is made from a tensor with a storage offset takes the offset over. Its
             # address is then not 0, so that pickling takes it for a tensor with memory of its own,
             # and crashes. It is made from one without, and given its memory afterwards.
-            stand_in = torch.empty(1, dtype=local.dtype, device=local.device).expand(local.shape)
+            stand_in = torch.empty((), dtype=local.dtype, device=local.device).expand(local.shape)
             # Not by from_local, which would move it to the mesh's device, all of it.
             copied = DTensor(stand_in, value._spec, requires_grad=False)
             copied._local_tensor = local
@@ -227,7 +231,7 @@ class _Copy:
             if type(value) is dict:
                 return built
             clone = copy.copy(value)
-            clone.update(built)
+            dict.update(clone, built)  # that of a Counter adds
             return clone
         if isinstance(value, (list, tuple)):
             items = [self.build(v) for v in value]
@@ -248,7 +252,7 @@ def stage(state_dict: STATE_DICT_TYPE, bytes_max: int | None = None) -> STATE_DI
         bytes_max: cap of what all staged states of this process hold together.
 
     Raises:
-        Error: RESOURCE_EXHAUSTED, at once, naming the cap that would be needed.
+        Error: RESOURCE_EXHAUSTED, at once, naming the cap that would be needed; INVALID_ARGUMENT for a tensor whose memory was freed.
     """
     walk = _Copy()
     walk.count(state_dict)
