@@ -32,7 +32,7 @@ from holdfast._process import PerProcess
 from holdfast.drain import Drain, places
 from holdfast.drain import remote as drain_remote
 from holdfast.drain import trainer as drain_trainer
-from holdfast.errors import Error, TimeoutError
+from holdfast.errors import Error, TimeoutError, of_system
 
 logger = logging.getLogger("holdfast")
 
@@ -444,7 +444,7 @@ class Checkpointer(PerProcess):
             stack.callback(drain_remote.let_go, path)
             if not _dcp_directories.may_be_loaded(path):
                 raise Error("NOT_FOUND", f"load {path}: it has no {_names.METADATA}: {_dcp_directories.why_none(path)}")
-            with contextlib.suppress(Error):  # the reader says what is damaged
+            with of_system(f"load {path}"), contextlib.suppress(Error):  # the reader says what is damaged
                 there = _dcp_directories.look(path)
             if there is not None:
                 _dcp_directories.check_step(path, os.path.basename(path), there["attempt"], there["step"], step)

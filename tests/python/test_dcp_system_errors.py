@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
+import time
 from pathlib import Path
 from typing import Any
 
+import dcp_ranks
 import pytest
 import torch
 
 import holdfast
 import holdfast.dcp
+from holdfast import _dcp_directories
 
 
 def test_a_directory_that_cannot_be_locked_or_looked_at_is_an_error_of_the_package(
@@ -112,3 +116,39 @@ def test_a_checkpoint_does_not_look_absent_for_lack_of_descriptors_or_memory(
     monkeypatch.setattr(os, "listdir", refuse)
     with pytest.raises(holdfast.Error, match=r"run/b: .*\[RESOURCE_EXHAUSTED\]"):
         holdfast.find_newest(tmp_path / "run", format="dcp")
+
+
+@pytest.mark.parametrize("kind", [OSError, KeyError])
+def test_what_ends_the_search_of_the_first_rank_ends_that_of_all(kind: type[Exception], tmp_path: Path) -> None:
+    assert dcp_ranks.run_ranks(2, tmp_path, _cannot_look, str(tmp_path / "run"), kind) == [True, True]
+
+
+def _cannot_look(rank: int, directory: str, kind: type[Exception]) -> bool:
+    checkpointer = holdfast.Checkpointer(directory, format="dcp")
+    state = {"x": torch.zeros(3)}
+    checkpointer.save(state, 1)
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise OSError(errno.EIO, os.strerror(errno.EIO)) if kind is OSError else kind("planted")
+
+    if rank == 0:
+        _dcp_directories.look = refuse
+    began = time.monotonic()
+    with pytest.raises((holdfast.Error, kind), match="Input/output error" if kind is OSError else "planted"):
+        checkpointer.load(step=1, into=state)
+    return time.monotonic() - began < 30
+
+
+def test_a_save_waits_no_longer_than_told_for_another_that_commits(tmp_path: Path) -> None:
+    """As of a job that was stopped between its lock and its metadata."""
+    checkpointer = holdfast.Checkpointer(tmp_path, format="dcp", time_ranks_max=1)
+    (tmp_path / "step-1").mkdir()
+    fd = os.open(tmp_path / "step-1", os.O_RDONLY)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH)
+        with pytest.raises(BaseException, match=r"another process has its lock.*DEADLINE_EXCEEDED"):  # the framework's, around it
+            checkpointer.save_async({"x": torch.ones(3)}, 1).wait(60)
+    finally:
+        os.close(fd)
+    checkpointer.save({"x": torch.ones(3)}, 2)
+    checkpointer.close()

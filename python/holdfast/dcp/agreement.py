@@ -41,16 +41,20 @@ def agree_on(find: Callable[[], str], process_group: Any) -> str:
     """What `find` returns on the coordinator. All ranks of the group call it.
 
     Raises:
-        Error: the coordinator's, on all ranks.
+        Error: the coordinator's, on all ranks. What else it raises there is ABORTED on the others.
     """
     ranks = _ranks(process_group)
     found: Any = None
+    own: Exception | None = None
     if ranks.is_coordinator:
         try:
             found = find()
-        except Error as error:
-            found = error
+        except Exception as error:
+            own = error
+            found = error if isinstance(error, Error) else Error("ABORTED", f"the first rank failed: {error!r:.500}")
     found = ranks.broadcast_object(found)
+    if own is not None:
+        raise own
     if isinstance(found, Error):
         raise found
     return found

@@ -206,12 +206,12 @@ def read_bytes(path: Path) -> bytes:
 
 
 @contextlib.contextmanager
-def locked(path: Path, end: float = math.inf) -> Iterator[None]:
+def locked(path: Path, end: float | None = None) -> Iterator[None]:
     """Keeps others from committing in a directory, on file systems that can lock one.
 
     Args:
         path: the directory.
-        end: when to give up, by the monotonic clock.
+        end: when to give up, by the monotonic clock; None: after the default of `time_ranks_max`.
 
     Raises:
         Error: DEADLINE_EXCEEDED, or NOT_FOUND: the directory is gone.
@@ -227,6 +227,8 @@ def locked(path: Path, end: float = math.inf) -> Iterator[None]:
                 error.errno or 0,
             ) from error
     try:
+        if end is None:
+            end = time.monotonic() + _native.TIME_RANKS_MAX
         while not _durable.locked(fd, fcntl.LOCK_EX):
             if time.monotonic() >= end:
                 raise Error(

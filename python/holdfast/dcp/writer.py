@@ -7,7 +7,6 @@ import dataclasses
 import errno
 import functools
 import logging
-import math
 import os
 import time
 from collections.abc import Callable, Container, Iterable
@@ -49,6 +48,7 @@ _T = TypeVar("_T")
 _left: set[str] = set()
 
 _TIME_SHOWN_MAX = 5.0  # seconds
+_TIME_TO_REMOVE = 5.0  # seconds that a failed save waits for its turn to remove its files
 _POLL = 0.02
 
 _OVERTAKEN = (
@@ -366,7 +366,7 @@ class StorageWriter(_StorageWriter):
         self.complete(metadata, len(results))
 
     def complete(self, metadata: Metadata, world_size: int, files: Iterable[str] = (),
-                 younger: Container[str] = (), *, deletes: bool = True, lock_end: float = math.inf) -> None:  # fmt: skip
+                 younger: Container[str] = (), *, deletes: bool = True, lock_end: float | None = None) -> None:  # fmt: skip
         """Commits a save whose data is durable on all ranks, and deletes what is older.
 
         Does nothing if the save is committed already.
@@ -377,7 +377,7 @@ class StorageWriter(_StorageWriter):
             files: all its data files, those without items, too.
             younger: ids of attempts that other ranks may have begun since.
             deletes: whether older files are deleted.
-            lock_end: as of `metadata.locked`.
+            lock_end: as of `metadata.locked`; None: after `time_ranks_max`.
 
         Raises:
             Error: ABORTED (another save was completed, which is younger or has removed files of this
@@ -387,6 +387,9 @@ class StorageWriter(_StorageWriter):
         metadata.storage_meta = self.storage_meta()
         name = self.metadata_name()
         named = {info.relative_path for info in (metadata.storage_data or {}).values()}
+        time_max = (self.runtime or _runtime.default).options.get("time_ranks_max")
+        if lock_end is None and time_max:
+            lock_end = time.monotonic() + time_max
         with _metadata.locked(self.path, lock_end):
             older, by = self._found(self.path / name)
             if by == self.save_id:
@@ -532,7 +535,7 @@ def remove_data(directory: str, part: Part, manifest: str) -> None:
     """
     path = Path(directory)
     try:
-        with _metadata.locked(path):
+        with _metadata.locked(path, time.monotonic() + _TIME_TO_REMOVE):
             with contextlib.suppress(FileNotFoundError):
                 if part.attempt.encode() in _regular.read_whole(path / part.metadata, "read", _regular.METADATA_BYTES_MAX)[0]:
                     return
