@@ -19,6 +19,11 @@ _BELOW = {
 _OWN = {"tensor": "device", "dtensor": "coordinate"}
 
 
+def _text(node: Node) -> str:
+    """Tells apart what Python takes for equal: True, 1 and 1.0; 0.0 and -0.0."""
+    return json.dumps(node, sort_keys=True)
+
+
 def merged(nodes: list[Node]) -> Node:
     """The node that all ranks have at one place; where their nodes differ, one of the kind DIFFERS.
 
@@ -26,7 +31,8 @@ def merged(nodes: list[Node]) -> Node:
         nodes: by rank. Devices of tensors are taken from the first.
     """
     first = nodes[0]
-    if all(type(node) is type(first) and node == first for node in nodes):
+    text = _text(first)
+    if all(_text(node) == text for node in nodes):
         return first
     if all(isinstance(node, list) for node in nodes):
         return _each(nodes)
@@ -39,7 +45,7 @@ def merged(nodes: list[Node]) -> Node:
     divided = kind == "dtensor" and any(share_of(node) for node in nodes)
     if divided:
         return _differing(shards=True)
-    if any(node != rest[0] for node in rest):
+    if any(_text(node) != _text(rest[0]) for node in rest):
         return _differing()
     if below is None:
         return first if kind in _OWN else _differing()

@@ -317,3 +317,18 @@ def test_a_rank_that_dies_while_it_describes_its_state_hangs_nobody(dying: int, 
         assert f"rank {dying} has given no sign of life for 3 s" in text, told
     holdfast.recover(tmp_path, wait_for_orphans=30.0, age_without_locks=0)
     assert [c["name"] for c in holdfast.list_checkpoints(tmp_path)] == ["s1"]
+
+
+@pytest.mark.parametrize(("first", "second"), [(True, 1), (1, 1.0), (0.0, -0.0)])
+def test_values_that_only_python_takes_for_equal_differ_between_ranks(first: Any, second: Any, tmp_path: Path) -> None:
+    attempt = _native.new_attempt()
+    saves = [
+        holdfast.save_async({"w": torch.ones(4), "v": value}, tmp_path / "s", rank=rank, world_size=2, attempt=attempt)
+        for rank, value in enumerate((first, second))
+    ]
+    for save in saves:
+        save.wait(60)
+    with pytest.raises(holdfast.Error, match="v"):
+        holdfast.load(tmp_path / "s")
+    loaded = holdfast.load(tmp_path / "s", rank=1)["v"]
+    assert (type(loaded), str(loaded)) == (type(second), str(second))
