@@ -101,6 +101,10 @@ def absolute_path(path: str, operation: str) -> str:
         Error: NOT_FOUND for a relative one where the working directory was removed.
     """
     with of_system(f"{operation} {path}: find the working directory"):
+        head, dots, tail = path.rpartition("..")
+        if dots and head[-1:] in ("", "/") and tail[:1] in ("", "/") and os.path.exists(head + dots):
+            # Behind a link `..` is not what stands before it in the text.
+            path = os.path.realpath(head + dots) + tail
         return os.path.abspath(path)
 
 

@@ -153,3 +153,17 @@ def test_a_file_that_is_too_long_is_refused_by_name(tmp_path: Path, monkeypatch:
 def test_a_file_whose_length_the_system_does_not_tell_is_read_to_its_end(tmp_path: Path) -> None:
     holdfast.save(STATE, tmp_path / "s", files={"version": Path("/proc/version")})
     assert (tmp_path / "s/version").read_bytes() == Path("/proc/version").read_bytes() != b""
+
+
+def test_dots_behind_a_link_lead_where_the_system_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "releases/42").mkdir(parents=True)
+    (tmp_path / "releases/ckpt").mkdir()
+    (tmp_path / "current").symlink_to("releases/42")
+    monkeypatch.chdir(tmp_path)
+    for path in ("current/../ckpt/a.pt", f"{tmp_path}/current/../ckpt/b.pt"):
+        holdfast.save_file({"x": 2}, path).wait(60)
+        assert torch.load(path) == {"x": 2}
+    holdfast.save({"x": torch.ones(2)}, "current/../ckpt/step-1")
+    assert sorted(p.name for p in (tmp_path / "releases/ckpt").iterdir() if p.name[0] != ".") == ["a.pt", "b.pt", "step-1"]
+    holdfast.save({"x": torch.ones(2)}, "new/../other/step-1")  # by the text, where nothing stands
+    assert (tmp_path / "other/step-1").is_dir()
