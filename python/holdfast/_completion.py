@@ -9,9 +9,10 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError  # before Python 3.11 not the built-in one
 from typing import Any
 
-from holdfast.errors import Error
+from holdfast.errors import Error, TimeoutError
 
 logger = logging.getLogger("holdfast")
 
@@ -76,6 +77,17 @@ class SeenFuture(Future):
             return super().result(waitable(timeout))
         finally:
             self.seen = self.seen or self.done()
+
+    def of_save(self, path: str, timeout: float | None) -> Any:
+        """The result.
+
+        Raises:
+            TimeoutError: the save of `path` goes on.
+        """
+        try:
+            return self.result(timeout)
+        except FutureTimeoutError:
+            raise TimeoutError("DEADLINE_EXCEEDED", f"wait for {path}: not durable yet") from None
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         if not self.done():

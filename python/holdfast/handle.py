@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeoutError  # before Python 3.11 not the built-in one
 from typing import Any, Protocol
 
 import torch
@@ -269,10 +268,7 @@ class Save:
                 ended.
         """
         self._check_process()
-        try:
-            return self.durable.result(timeout)
-        except FutureTimeoutError:
-            raise TimeoutError("DEADLINE_EXCEEDED", f"wait for {self.path}: not durable yet") from None
+        return self.durable.of_save(self.path, timeout)
 
     def wait_staged_on(self, stream: Any = None) -> None:
         """Makes a CUDA stream wait, not the CPU, until this save's copies have ended.

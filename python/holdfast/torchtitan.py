@@ -98,7 +98,7 @@ class CheckpointManager(_Base):  # type: ignore[misc]
         if self.save_future is None:
             self._purge()
         else:
-            self.save_future.add_done_callback(lambda save: self._purge() if save.exception() is None else None)
+            self.save_future.add_done_callback(lambda save: self._purge() if save.ended_well else None)
 
     def _purge(self) -> None:
         """Removes what is older than the newest whole checkpoints that are kept."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ import holdfast
 import holdfast.dcp
 from holdfast.cli import recovering
 from holdfast.lightning import CheckpointIO, FSDPStrategy, ModelParallelStrategy, directories, files
+from holdfast.lightning.following import Following
 from holdfast.lightning.moving import Move
 
 
@@ -275,3 +277,16 @@ def test_fsdp_saves_its_shards(tmp_path: Path) -> None:
     job.fit(Sharded())
     assert entries(tmp_path) == ["last.ckpt", "step=4.ckpt"]
     assert holdfast.verify(tmp_path / "run" / "step=4.ckpt")["verdict"] == "sound"
+
+
+def test_a_wait_for_a_save_of_two_parts_ends_with_the_packages_error() -> None:
+    goes_on = threading.Event()
+    save = Following("/run/x", None, goes_on.wait, lambda: None, lambda: None, None)
+    try:
+        with pytest.raises(holdfast.TimeoutError, match=r"wait for /run/x: not durable yet"):
+            save.wait(0.01)
+        with pytest.raises(holdfast.TimeoutError):
+            holdfast.flush(0.01)
+    finally:
+        goes_on.set()
+    save.wait(60)

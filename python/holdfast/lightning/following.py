@@ -59,7 +59,7 @@ class Following:
 
     def wait(self, timeout: float | None = None) -> Any:
         """Blocks until both parts are done; raises what has failed."""
-        return self.durable.result(timeout)
+        return self.durable.of_save(self.path, timeout)
 
     def join(self) -> None:
         """Waits until the thread has ended."""
