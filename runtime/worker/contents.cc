@@ -15,6 +15,7 @@
 #include "runtime/sys/retry.h"
 #include "runtime/sys/system.h"
 #include "runtime/worker/listing.h"
+#include "runtime/worker/rank_board.h"
 
 namespace holdfast::worker {
 namespace {
@@ -236,7 +237,8 @@ int Inventory::Read(int directory, char* buffer, Contents* contents) {
 
 bool Inventory::Holds(const char* name) const {
   char bare[kNameBytes] = {};
-  size_t length = strnlen(name, sizeof(bare) - 1);
+  size_t length = strnlen(name, sizeof(bare));
+  if (length == sizeof(bare)) return false;  // exFAT and FUSE have longer names.
   if (EndsWith(name, length, kTemporarySuffix)) length -= sizeof(kTemporarySuffix) - 1;
   HOLDFAST_ASSERT(length < sizeof(bare) && key_count_ <= keys_max_);
   memcpy(bare, name, length);
@@ -301,6 +303,7 @@ bool HoldsOnlyMarks(int directory, char* buffer) {
 }
 
 bool MustKeep(const Contents& contents, const char* directory_name) {
+  HOLDFAST_ASSERT(directory_name[0] != '\0');
   return contents.whole && contents.foreign[0] != '\0' &&
          !IsUncommitted(directory_name, contents.attempt);
 }
@@ -323,6 +326,7 @@ Contents LookInto(int directory, char* buffer) {
 }
 
 Contents LookInto(int directory, char* buffer, Inventory* inventory) {
+  HOLDFAST_ASSERT(directory >= 0 && buffer != nullptr);
   Contents contents;
   contents.error_number = inventory->Read(directory, buffer, &contents);
   if (contents.error_number != 0) return contents;
@@ -336,7 +340,7 @@ Contents LookInto(int directory, char* buffer, Inventory* inventory) {
     contents.holds_directory = S_ISDIR(status.st_mode);
     if (S_ISREG(status.st_mode) && inventory->Holds(name)) return true;
     if (contents.holds_directory || contents.foreign[0] == '\0')
-      memcpy(contents.foreign, name, strlen(name) + 1);
+      CopyText(name, contents.foreign, sizeof(contents.foreign));
     return !contents.holds_directory;
   });
   contents.error_number = listed != 0 ? listed : error;

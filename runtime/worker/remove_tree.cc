@@ -14,6 +14,7 @@
 #include "runtime/worker/job_run.h"
 #include "runtime/worker/listing.h"
 #include "runtime/worker/planted_bugs.h"
+#include "runtime/worker/rank_board.h"
 #include "runtime/worker/remove_file.h"
 
 namespace holdfast::worker {
@@ -157,8 +158,7 @@ bool RemoveContents(Removal* removal, int parent, char (&name)[kNameBytes]) {
   if (!(retired ? RemoveCommitted(removal) : RemoveUncommitted(removal))) return false;
   char left[kNameBytes] = {};
   const int error = ForEachEntry(removal->directory, removal->buffer, [&left](const char* entry) {
-    HOLDFAST_ASSERT(strnlen(entry, kNameBytes) < kNameBytes);
-    memcpy(left, entry, strlen(entry) + 1);
+    CopyText(entry, left, sizeof(left));
     return false;
   });
   if (error != 0) return removal->FailErrno(error);

@@ -1,23 +1,32 @@
 // How a checkpoint is retired and removed.
 #include "runtime/directory/removal.h"
 
+#include <dirent.h>
 #include <fcntl.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <sys/file.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
 #include <filesystem>
 #include <fstream>
+#include <string>
 #include <vector>
 
 #include "runtime/base/status.h"
 #include "runtime/directory/entries.h"
 #include "runtime/format/directory_names.h"
 #include "runtime/sys/system.h"
+#include "runtime/worker/contents.h"
 #include "runtime/worker/exchange.h"
+#include "runtime/worker/job_run.h"
+#include "runtime/worker/listing.h"
 #include "tests/testing/small_checkpoint.h"
 
 namespace holdfast {
@@ -77,6 +86,47 @@ TEST_F(RemovalTest, RemovesManifestsThenFilesThenTheMarkEachDurably) {
                   "model-00000-of-00002.safetensors", "model-00001-of-00002.safetensors", "fsync",
                   "holdfast.commit.json.tmp", "step-7", "fsync"));
   EXPECT_FALSE(std::filesystem::exists(directory_ / "step-7"));
+}
+
+/// What some file systems have (exFAT, FUSE), and no local one here: a name of 700 bytes.
+ssize_t WithALongName(int fd, void* buffer, size_t bytes) {
+  const ssize_t got = sys::kKernel.getdents64(fd, buffer, bytes - 1024);
+  if (got <= 0) return got;
+  struct Head {
+    uint64_t inode = 1;
+    int64_t next = 0;
+    uint16_t bytes = 728;
+    uint8_t type = DT_REG;
+  } head;
+  char* const at = static_cast<char*>(buffer) + got;
+  std::memset(at, 0, head.bytes);
+  std::memcpy(at, &head, sizeof(head));
+  std::memset(at + offsetof(worker::ListedEntry, name), 'n', 700);
+  return got + head.bytes;
+}
+
+TEST_F(RemovalTest, AForeignNameOfAnyLengthIsNamedAsFarAsItFits) {
+  sys::g_system.getdents64 = WithALongName;
+  sys::g_system.fstatat = [](int directory, const char* name, struct stat* out, int flags) {
+    return sys::kKernel.fstatat(directory, name[0] == 'n' ? "." : name, out, flags);
+  };
+  const auto file = [](int directory, const char* name, struct stat* out, int flags) {
+    const int result = sys::kKernel.fstatat(directory, name[0] == 'n' ? "." : name, out, flags);
+    if (name[0] == 'n') out->st_mode = S_IFREG | 0644;
+    return result;
+  };
+  std::vector<char> buffer(worker::kDirectoryBufferBytes);
+  const auto opened = directory::OpenDirectory(parent_.get(), "step-7");
+  ASSERT_TRUE(opened.ok());
+  for (const bool directory : {true, false}) {
+    if (!directory) sys::g_system.fstatat = file;
+    const worker::Contents contents = worker::LookInto(opened->get(), buffer.data());
+    EXPECT_EQ(contents.error_number, 0);
+    EXPECT_EQ(contents.foreign, std::string(kNameBytes - 1, 'n'));
+    EXPECT_EQ(contents.holds_directory, directory);
+  }
+  const absl::Status removed = directory::RemoveDirectory(parent_.get(), "step-7");
+  EXPECT_TRUE(absl::IsFailedPrecondition(removed)) << removed;
 }
 
 TEST_F(RemovalTest, RemovesTheManifestsOfARetiredOneDurablyAfterAnythingElse) {
