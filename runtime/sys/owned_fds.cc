@@ -148,6 +148,16 @@ ssize_t ReceiveOwned(int socket, msghdr* message) {
   return got;
 }
 
+bool MessageWaits(int socket) {
+  msghdr message = {};
+  char byte = 0;
+  iovec part = {.iov_base = &byte, .iov_len = 1};
+  message.msg_iov = &part;
+  message.msg_iovlen = 1;
+  // Without room for them no fds are made.
+  return Sys().recvmsg(socket, &message, MSG_PEEK | MSG_DONTWAIT) > 0;
+}
+
 int InitRingOwned(unsigned entries, struct io_uring* ring, struct io_uring_params* params) {
   const Section section;
   const int result = Sys().uring_queue_init_params(entries, ring, params);

@@ -33,6 +33,9 @@ int SocketPairOwned(int type, int ends[2]);  ///< AF_UNIX.
 /// recvmsg(2) without blocking: a message or EAGAIN. Owns the fds of the message.
 ssize_t ReceiveOwned(int socket, struct msghdr* message);
 
+/// Returns true when ReceiveOwned would give a message. Takes nothing.
+bool MessageWaits(int socket);
+
 /// liburing's queue_init_params and queue_exit: 0 or -errno.
 int InitRingOwned(unsigned entries, struct io_uring* ring, struct io_uring_params* params);
 void ExitRingOwned(struct io_uring* ring);

@@ -154,6 +154,11 @@ void DropArena(Server* server) {
   CloseFd(&attached.arena_fd);
 }
 
+void DropArenaOfTheDead(Server* server) {
+  // Its messages are complete by now: a save that it has staged may wait behind this job.
+  if (!sys::MessageWaits(server->options.socket)) DropArena(server);
+}
+
 void ReleaseStaging(JobRun* run) {
   if (run->staging_released) return;
   run->staging_released = true;
@@ -164,9 +169,12 @@ void ReleaseStaging(JobRun* run) {
   run->job->staging_released.store(1, std::memory_order_release);
   RingTrainer(*run->attached);
   const bool kept = layout::TraitsOf(run->launcher).kept;
-  // Ranks may wait for each other for minutes. A worker of one job attaches only once, and the
-  // arena of a dead trainer serves no later job.
-  if ((!kept && run->job->world_size > 1) || run->trainer_died) DropArena(run->server);
+  // Ranks may wait for each other for minutes, and a worker of one job attaches only once.
+  if (!kept && run->job->world_size > 1) {
+    DropArena(run->server);
+  } else if (run->trainer_died) {
+    DropArenaOfTheDead(run->server);
+  }
 }
 
 void Detach(Server* server) {

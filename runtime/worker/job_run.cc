@@ -80,7 +80,7 @@ void NoteTrainerDeath(JobRun* run) {
   if (run->trainer_died) return;
   run->trainer_died = true;
   // An orphan that waits for other ranks must not hold memory that the next trainer needs.
-  if (run->staging_released) DropArena(run->server);
+  if (run->staging_released) DropArenaOfTheDead(run->server);
   if (run->all_sealed) return;
   // The trainer's last stores are in the shared memory: extents published before its death count.
   const layout::SharedU32* const log = layout::At<layout::SharedU32>(run->job, run->job->published);

@@ -56,6 +56,9 @@ void KeepToThisProcess(const Attachment& attached);
 /// Closes the ring and unmaps the arena; liveness and doorbells stay.
 void DropArena(Server* server);
 
+/// As DropArena, for a dead trainer, unless another of its jobs waits.
+void DropArenaOfTheDead(Server* server);
+
 /// Gives the staged bytes back to the trainer, with the save still going on: once every file is
 /// durable and proven, or once a failed save has no transfer in flight. Not for a job whose
 /// transfers are stuck.

@@ -470,6 +470,36 @@ TEST(WorkerProcess, KeptWorkerEndsWithItsTrainer) {
   EXPECT_EQ(::poll(&entry, 1, 10'000), 1);
 }
 
+TEST(WorkerProcess, KeptWorkerFinishesEverySaveThatItsDeadTrainerHasStaged) {
+  StandIn trainer_process;
+  Trainer trainer(kArena, trainer_process.pid());
+  TestDirectory directory;
+  TestSave first(&trainer, directory.path());
+  first.parameters.qos.bytes_per_second_max = 8 * uint64_t{kChunkBytes};
+  TestSave second(&trainer, directory.path());
+  second.parameters.target = "step-8";
+  second.parameters.partial = "step-8.partial-112233445566778899aabbccddeeff00";
+  uint32_t chunk = 0;
+  for (TestSave* save : {&first, &second}) {
+    save->AddFile("model.bin", {2 * uint64_t{kChunkBytes}});
+    save->Build();
+  }
+  TestWorker worker(Launcher::kPersistent, trainer, 0);
+  for (TestSave* save : {&first, &second}) {
+    for (uint32_t i = 0; i < save->extent_count(); ++i)
+      save->Stage(i, chunk++ * uint64_t{kChunkBytes});
+    save->SealAll();
+    save->StartOn(&worker);
+  }
+  while (first.job()->bytes_completed.load() == 0) ::usleep(500);
+  trainer_process.Die();
+  for (TestSave* save : {&first, &second}) {
+    ASSERT_TRUE(save->AwaitDone());
+    EXPECT_TRUE(save->failure().ok());
+    EXPECT_EQ(save->Unsound(), "");
+  }
+}
+
 TEST(WorkerProcess, SurvivesTheSignalsOfATerminal) {
   Trainer trainer(kArena);
   TestDirectory directory;
