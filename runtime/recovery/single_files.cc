@@ -5,7 +5,6 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <optional>
 #include <utility>
 #include <vector>
 
@@ -74,22 +73,42 @@ class Settling {
       return Keep(*save, absl::StrCat("locks on ", file_system_.name,
                                       " do not tell whether a save of it is running"));
     }
-    const auto manifest = Read(*save);
-    const auto entry = directory::Look(parent_, name, /*follow_symlink=*/false);
-    const bool complete = manifest.has_value() && entry.ok() &&
-                          entry->bytes == manifest->files.front().bytes &&
-                          !IsOvertaken(*save, *manifest);
-    if (complete && !options_.promote) {
-      return Keep(*save, "complete, but promotion is switched off");
-    }
-    if (complete) return Promote(save, name);
+    const absl::StatusOr<bool> complete = IsComplete(*save);
+    if (!complete.ok()) return Keep(*save, complete.status().message());
+    if (*complete) return Promote(save, name);
     if (!options_.clean_up) return Keep(*save, "incomplete");
     Remove(*save);
     *save = FileSave{};
     return absl::OkStatus();
   }
 
+  /// True for a save that lacks its last rename alone, and that no later save has overtaken.
+  /// \error of the machine, or kDataLoss for a state that no save leaves: no verdict.
+  absl::StatusOr<bool> IsComplete(const FileSave& save) const {
+    if (!save.has_manifest) return false;
+    const absl::StatusOr<format::Manifest> manifest = Read(save);
+    if (absl::IsNotFound(manifest.status())) return false;  // A later save has removed it.
+    HOLDFAST_RETURN_IF_ERROR(manifest.status());
+    HOLDFAST_ASSIGN_OR_RETURN(const directory::Entry temporary,
+                              Entry(NameOf(save, CompanionKind::kTemporary)));
+    if (temporary.bytes != manifest->files.front().bytes) {
+      return absl::DataLossError(absl::StrCat(
+          temporary.bytes, " bytes long, and its manifest says ", manifest->files.front().bytes));
+    }
+    return !IsOvertaken(save, *manifest);
+  }
+
   absl::Status Promote(FileSave* save, const std::string& name) {
+    if (!options_.promote) return Keep(*save, "complete, but promotion is switched off");
+    // The file that the save was to replace is older than the save's manifest.
+    const auto standing = Entry(save->file);
+    const auto manifest = Entry(NameOf(*save, CompanionKind::kManifest));
+    if (!standing.ok()) return Keep(*save, standing.status().message());
+    if (!manifest.ok()) return Keep(*save, manifest.status().message());
+    if (standing->kind != EntryKind::kNothing && standing->changed_ns > manifest->changed_ns) {
+      return Keep(*save, absl::StrCat("complete, but ", save->file,
+                                      " has changed since; remove one of the two"));
+    }
     // The manifest's rename may not be durable yet.
     HOLDFAST_RETURN_IF_ERROR(directory::SyncDirectory(parent_, save->file));
     if (sys::Sys().renameat2(parent_, name.c_str(), parent_, save->file.c_str(), 0) != 0)
@@ -112,29 +131,34 @@ class Settling {
   /// replaced file.
   bool IsSuperfluous(const FileSave& save) const {
     if (!save.has_manifest) return save.has_manifest_temporary;
-    const auto entry = directory::Look(parent_, save.file, /*follow_symlink=*/false);
+    const auto entry = Entry(save.file);
     if (entry.ok() && entry->kind == EntryKind::kNothing) return true;
     return std::any_of(saves_.begin(), saves_.end(), [&](const FileSave& other) {
       if (other.file != save.file || other.attempt == save.attempt || !other.committed())
         return false;
       const auto manifest = Read(other);
-      return manifest.has_value() && std::find(manifest->replaces.begin(), manifest->replaces.end(),
-                                               save.attempt) != manifest->replaces.end();
+      return manifest.ok() && std::find(manifest->replaces.begin(), manifest->replaces.end(),
+                                        save.attempt) != manifest->replaces.end();
     });
   }
 
-  std::optional<format::Manifest> Read(const FileSave& save) const {
-    if (!save.has_manifest) return std::nullopt;
-    const auto text = directory::ReadWholeFile(parent_, NameOf(save, CompanionKind::kManifest),
-                                               format::kManifestBytesMax);
-    auto manifest = text.ok() ? format::ParseManifest(*text) : text.status();
-    if (!manifest.ok() || manifest->attempt != save.attempt || manifest->files.size() != 1)
-      return std::nullopt;
-    return *std::move(manifest);
+  absl::StatusOr<directory::Entry> Entry(const std::string& name) const {
+    return directory::Look(parent_, name, /*follow_symlink=*/false);
+  }
+
+  absl::StatusOr<format::Manifest> Read(const FileSave& save) const {
+    const std::string name = NameOf(save, CompanionKind::kManifest);
+    HOLDFAST_ASSIGN_OR_RETURN(const std::string text,
+                              directory::ReadWholeFile(parent_, name, format::kManifestBytesMax));
+    absl::StatusOr<format::Manifest> manifest = format::ParseManifest(text);
+    if (!manifest.ok()) return base::Annotate(manifest.status(), name);
+    if (manifest->attempt != save.attempt || manifest->files.size() != 1)
+      return absl::DataLossError(absl::StrCat(name, ": it is another save's"));
+    return manifest;
   }
 
   bool IsOld(const std::string& name) const {
-    const auto entry = directory::Look(parent_, name, /*follow_symlink=*/false);
+    const auto entry = Entry(name);
     if (!entry.ok()) return false;
     const absl::Time changed = absl::UnixEpoch() + absl::Nanoseconds(entry->modified_ns);
     return directory::TimeOnFileSystem(parent_) - changed >= options_.age_without_locks;

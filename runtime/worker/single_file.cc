@@ -132,8 +132,20 @@ bool TakeName(JobRun* run) {
   return synced || FailErrno(run, Operation::kSyncDirectory, errno);
 }
 
-/// Removes the companions of older saves. A running older save ends with kAborted, because a
-/// younger manifest stands there. After a crash the next save removes the rest.
+/// True while a trainer or a worker holds the temporary file of a save.
+bool IsRunning(const JobRun& run, const char* temporary) {
+  const int fd = sys::OpenOwned(run.directory, temporary, O_RDONLY | O_NOFOLLOW | O_CLOEXEC, 0);
+  if (fd < 0) return false;
+  const bool held =
+      sys::Uninterrupted([&] { return sys::Sys().flock(fd, LOCK_EX | LOCK_NB); }) != 0 &&
+      errno == EWOULDBLOCK;
+  sys::CloseOwned(fd);
+  return held;
+}
+
+/// Removes the companions of older saves that have ended. A running older save ends with kAborted,
+/// because a younger manifest stands there, and removes its own: without its temporary file its
+/// manifest would look committed. After a crash the next save removes the rest.
 void RemoveOlder(JobRun* run) {
   HOLDFAST_ASSERT(run->committed);
   const layout::Job& job = *run->job;
@@ -142,12 +154,13 @@ void RemoveOlder(JobRun* run) {
     if (older == job.attempt) continue;
     char name[kNameBytes];
     char temporary[kNameBytes];
+    NameWith(job.partial, kTemporary, older, temporary);
+    if (IsRunning(*run, temporary)) continue;
     NameWith(job.manifest, kJson, older, name);
     sys::Sys().unlinkat(run->directory, name, 0);
+    sys::Sys().unlinkat(run->directory, temporary, 0);
     TemporaryName(name, temporary);
     sys::Sys().unlinkat(run->directory, temporary, 0);
-    NameWith(job.partial, kTemporary, older, name);
-    sys::Sys().unlinkat(run->directory, name, 0);
     CountStep(run->job);
   }
 }
