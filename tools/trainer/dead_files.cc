@@ -6,8 +6,13 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <filesystem>
+#include <fstream>
+#include <iterator>
+#include <system_error>
 #include <utility>
 
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "tools/trainer/state.h"
@@ -15,8 +20,11 @@
 namespace holdfast::trainer {
 namespace {
 
+namespace fs = std::filesystem;
+
 constexpr size_t kPageBytes = 4096;
 constexpr char kForeign[] = "no save had this";
+constexpr char kManifestEnd[] = ".manifest.json";
 
 /// The bytes of `file` once its save is complete.
 std::vector<char> ImageOf(const PlannedFile& file) {
@@ -53,6 +61,20 @@ Found Compare(int fd, std::vector<char> image) {
   }
 }
 
+/// True for a checkpoint that another save has replaced: an exchange gives it the partial name
+/// until it is removed, and its manifest goes last.
+bool IsOfAnother(const std::string& directory, const std::string& attempt) {
+  std::error_code error;
+  for (fs::directory_iterator entry(directory, error), end; !error && entry != end;
+       entry.increment(error)) {
+    if (!entry->path().string().ends_with(kManifestEnd)) continue;
+    std::ifstream manifest(entry->path());
+    const std::string text((std::istreambuf_iterator<char>(manifest)), {});
+    if (!absl::StrContains(text, attempt)) return true;
+  }
+  return false;
+}
+
 }  // namespace
 
 DeadFiles::~DeadFiles() {
@@ -63,22 +85,28 @@ void DeadFiles::Hold(uint64_t number) {
   const auto action = std::find_if(task_.actions.begin(), task_.actions.end(),
                                    [number](const Action& each) { return each.number == number; });
   if (action == task_.actions.end()) return;
+  const std::string attempt =
+      absl::StrFormat("%016x%016x", action->attempt.high, action->attempt.low);
   const std::string partial =
-      absl::StrFormat("%s/%s.partial-%016x%016x/", task_.options.directory, action->name,
-                      action->attempt.high, action->attempt.low);
+      absl::StrCat(task_.options.directory, "/", action->name, ".partial-", attempt);
+  const int directory = open(partial.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+  if (directory < 0) return;
+  // By the descriptor: an exchange may come at any moment.
+  const std::string path = absl::StrCat("/proc/self/fd/", directory, "/");
+  const bool is_ours = !IsOfAnother(path, attempt);
   const std::lock_guard lock(mutex_);
   held_.reserve(held_.size() + action->files);  // so that no descriptor waits for memory
-  for (uint32_t i = 0; i < action->files; ++i) {
+  for (uint32_t i = 0; is_ours && i < action->files; ++i) {
     DeadFile file = {.number = number, .files = action->files, .attempt = action->attempt};
     file.name = FileName(i, action->files, task_.options.rank, task_.options.world_size);
     for (const char* const ending : {".tmp", ""}) {
-      file.path = absl::StrCat(partial, file.name, ending);
-      const int fd = open(file.path.c_str(), O_RDWR | O_CLOEXEC);
+      const int fd = open(absl::StrCat(path, file.name, ending).c_str(), O_RDWR | O_CLOEXEC);
       if (fd < 0) continue;
       held_.push_back({fd, std::move(file)});
       break;
     }
   }
+  close(directory);
 }
 
 void DeadFiles::Spoil() {
