@@ -124,15 +124,9 @@ absl::Status RemoveCompanions(int directory, const FileSave& save) {
   return Unlink(directory, NameOf(save.file, save.attempt, CompanionKind::kTemporary));
 }
 
-bool SingleFiles::HasManifest(const std::string& file) const {
-  return std::any_of(saves_.begin(), saves_.end(), [&file](const FileSave& save) {
-    return save.file == file && save.has_manifest;
-  });
-}
-
-absl::StatusOr<format::Manifest> SingleFiles::Read(const FileSave& save) const {
+absl::StatusOr<format::Manifest> ReadManifest(int directory, const FileSave& save) {
   const std::string name = NameOf(save.file, save.attempt, CompanionKind::kManifest);
-  const auto text = ReadWholeFile(directory_, name, format::kManifestBytesMax);
+  const auto text = ReadWholeFile(directory, name, format::kManifestBytesMax);
   absl::StatusOr<format::Manifest> manifest =
       text.ok() ? format::ParseManifest(*text) : text.status();
   if (!manifest.ok()) return base::Annotate(manifest.status(), name);
@@ -141,6 +135,12 @@ absl::StatusOr<format::Manifest> SingleFiles::Read(const FileSave& save) const {
     return absl::DataLossError(absl::StrCat(name, ": it is another file's"));
   }
   return manifest;
+}
+
+bool SingleFiles::HasManifest(const std::string& file) const {
+  return std::any_of(saves_.begin(), saves_.end(), [&file](const FileSave& save) {
+    return save.file == file && save.has_manifest;
+  });
 }
 
 bool SingleFiles::Refresh() {
@@ -174,9 +174,9 @@ absl::StatusOr<std::optional<format::Manifest>> SingleFiles::ManifestOf(
   absl::Status damage;
   for (const FileSave& save : saves_) {
     if (save.file != file || !save.has_manifest) continue;
-    if (origin.attempt == save.attempt) return Read(save);
+    if (origin.attempt == save.attempt) return ReadManifest(directory_, save);
     if (origin.certain || !save.committed()) continue;
-    absl::StatusOr<format::Manifest> manifest = Read(save);
+    absl::StatusOr<format::Manifest> manifest = ReadManifest(directory_, save);
     if (!manifest.ok()) {
       damage = manifest.status();
     } else if (!newest.has_value() || newest->saved_at_ns < manifest->saved_at_ns) {

@@ -52,6 +52,10 @@ bool IsCommitted(int directory, const std::string& file, const AttemptId& attemp
 /// \error of the fsync, or of an unlink.
 absl::Status RemoveCompanions(int directory, const FileSave& save);
 
+/// Reads the manifest of a save.
+/// \error kDataLoss for one that is damaged or of another save; errors of reading.
+absl::StatusOr<format::Manifest> ReadManifest(int directory, const FileSave& save);
+
 /// Times that a file is looked at anew where saves replace the file under the check.
 constexpr int kLooksMax = 8;
 
@@ -89,7 +93,6 @@ class SingleFiles {
 
  private:
   absl::StatusOr<std::optional<format::Manifest>> ManifestOf(const std::string& file) const;
-  absl::StatusOr<format::Manifest> Read(const FileSave& save) const;
 
   /// Lists the directory again. Returns whether there are other saves.
   bool Refresh();

@@ -86,7 +86,7 @@ class Settling {
   /// \error of the machine, or kDataLoss for a state that no save leaves: no verdict.
   absl::StatusOr<bool> IsComplete(const FileSave& save) const {
     if (!save.has_manifest) return false;
-    const absl::StatusOr<format::Manifest> manifest = Read(save);
+    const absl::StatusOr<format::Manifest> manifest = directory::ReadManifest(parent_, save);
     if (absl::IsNotFound(manifest.status())) return false;  // A later save has removed it.
     HOLDFAST_RETURN_IF_ERROR(manifest.status());
     HOLDFAST_ASSIGN_OR_RETURN(const directory::Entry temporary,
@@ -136,7 +136,7 @@ class Settling {
     return std::any_of(saves_.begin(), saves_.end(), [&](const FileSave& other) {
       if (other.file != save.file || other.attempt == save.attempt || !other.committed())
         return false;
-      const auto manifest = Read(other);
+      const auto manifest = directory::ReadManifest(parent_, other);
       return manifest.ok() && std::find(manifest->replaces.begin(), manifest->replaces.end(),
                                         save.attempt) != manifest->replaces.end();
     });
@@ -144,17 +144,6 @@ class Settling {
 
   absl::StatusOr<directory::Entry> Entry(const std::string& name) const {
     return directory::Look(parent_, name, /*follow_symlink=*/false);
-  }
-
-  absl::StatusOr<format::Manifest> Read(const FileSave& save) const {
-    const std::string name = NameOf(save, CompanionKind::kManifest);
-    HOLDFAST_ASSIGN_OR_RETURN(const std::string text,
-                              directory::ReadWholeFile(parent_, name, format::kManifestBytesMax));
-    absl::StatusOr<format::Manifest> manifest = format::ParseManifest(text);
-    if (!manifest.ok()) return base::Annotate(manifest.status(), name);
-    if (manifest->attempt != save.attempt || manifest->files.size() != 1)
-      return absl::DataLossError(absl::StrCat(name, ": it is another save's"));
-    return manifest;
   }
 
   bool IsOld(const std::string& name) const {
