@@ -13,6 +13,7 @@
 #include "absl/strings/str_cat.h"
 #include "runtime/base/clock.h"
 #include "runtime/base/status.h"
+#include "runtime/digest/digest.h"
 #include "runtime/directory/entries.h"
 #include "runtime/format/file_names.h"
 #include "runtime/sys/owned_fds.h"
@@ -135,6 +136,23 @@ absl::StatusOr<format::Manifest> ReadManifest(int directory, const FileSave& sav
     return absl::DataLossError(absl::StrCat(name, ": it is another file's"));
   }
   return manifest;
+}
+
+absl::StatusOr<bool> HasBytesOf(int directory, const std::string& file,
+                                const format::Manifest& manifest) {
+  const format::Manifest::File& recorded = manifest.files.front();
+  HOLDFAST_ASSIGN_OR_RETURN(const base::UniqueFd fd,
+                            OpenFile(directory, file, /*follow_symlink=*/false));
+  HOLDFAST_ASSIGN_OR_RETURN(const Entry entry, Look(directory, file, /*follow_symlink=*/false));
+  if (entry.bytes != recorded.bytes) return false;
+  uint64_t begin = 0;
+  for (const Digest& chunk : recorded.chunks) {
+    const uint64_t bytes = std::min<uint64_t>(recorded.chunk_bytes, recorded.bytes - begin);
+    HOLDFAST_ASSIGN_OR_RETURN(const std::string found, ReadRange(fd.get(), file, begin, bytes));
+    if (digest::Of(found.data(), found.size()) != chunk) return false;
+    begin += bytes;
+  }
+  return true;
 }
 
 bool SingleFiles::HasManifest(const std::string& file) const {

@@ -56,6 +56,11 @@ absl::Status RemoveCompanions(int directory, const FileSave& save);
 /// \error kDataLoss for one that is damaged or of another save; errors of reading.
 absl::StatusOr<format::Manifest> ReadManifest(int directory, const FileSave& save);
 
+/// Returns true when a file has the bytes of the manifest's save. Reads up to the first chunk that
+/// differs. \error of reading.
+absl::StatusOr<bool> HasBytesOf(int directory, const std::string& file,
+                                const format::Manifest& manifest);
+
 /// Times that a file is looked at anew where saves replace the file under the check.
 constexpr int kLooksMax = 8;
 

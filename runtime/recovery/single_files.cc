@@ -98,14 +98,31 @@ class Settling {
     return !IsOvertaken(save, *manifest);
   }
 
+  /// True when the file under the save's name is older than the save's manifest, or the file of a
+  /// replaced save, or missing.
+  absl::StatusOr<bool> MayTakeName(const FileSave& save) const {
+    HOLDFAST_ASSIGN_OR_RETURN(const directory::Entry standing, Entry(save.file));
+    HOLDFAST_ASSIGN_OR_RETURN(const directory::Entry manifest,
+                              Entry(NameOf(save, CompanionKind::kManifest)));
+    if (standing.kind == EntryKind::kNothing || standing.changed_ns <= manifest.changed_ns)
+      return true;
+    // Of two saves that overlap, the older may take the name behind the younger's manifest.
+    for (const FileSave& other : saves_) {
+      if (other.file != save.file || !other.committed()) continue;
+      HOLDFAST_ASSIGN_OR_RETURN(const format::Manifest replaced,
+                                directory::ReadManifest(parent_, other));
+      HOLDFAST_ASSIGN_OR_RETURN(const bool same,
+                                directory::HasBytesOf(parent_, save.file, replaced));
+      if (same) return true;
+    }
+    return false;
+  }
+
   absl::Status Promote(FileSave* save, const std::string& name) {
     if (!options_.promote) return Keep(*save, "complete, but promotion is switched off");
-    // The file that the save was to replace is older than the save's manifest.
-    const auto standing = Entry(save->file);
-    const auto manifest = Entry(NameOf(*save, CompanionKind::kManifest));
-    if (!standing.ok()) return Keep(*save, standing.status().message());
-    if (!manifest.ok()) return Keep(*save, manifest.status().message());
-    if (standing->kind != EntryKind::kNothing && standing->changed_ns > manifest->changed_ns) {
+    const absl::StatusOr<bool> may = MayTakeName(*save);
+    if (!may.ok()) return Keep(*save, may.status().message());
+    if (!*may) {
       return Keep(*save, absl::StrCat("complete, but ", save->file,
                                       " has changed since; remove one of the two"));
     }
