@@ -36,8 +36,10 @@ class CheckpointReader::Impl {
  public:
   std::string directory;                      // that contains the files
   std::optional<directory::Identity> opened;  // the directory that `tensors` are of, if known
-  bool follow_symlink = false;                // a file named by the caller, not by a manifest
-  std::vector<std::string> files;             // names, by file index
+  /// Of OpenFile: the file's name, and the identity against a later file of the same name.
+  std::pair<std::string, std::optional<directory::Identity>> opened_file;
+  bool follow_symlink = false;     // a file named by the caller, not by a manifest
+  std::vector<std::string> files;  // names, by file index
   std::vector<PlannedTensor> tensors;
   std::unordered_map<std::string, uint32_t> by_name;
   std::optional<format::Manifest> manifest;                  // of all opened ranks, merged
@@ -92,8 +94,7 @@ class CheckpointReader::Impl {
     HOLDFAST_ASSIGN_OR_RETURN(const directory::Identity found,
                               directory::IdentityOf(fd.get(), directory));
     if (found == *opened) return fd;
-    return absl::AbortedError(absl::StrCat("load from ", directory,
-                                           ": it was replaced since it was opened; open it anew"));
+    return load::ReplacedSince(directory);
   }
 
   absl::StatusOr<std::vector<WantedTensor>> Find(absl::Span<const TensorTarget> targets) const;
@@ -233,6 +234,7 @@ absl::Status CheckpointReader::Impl::Stream(const ReadPlan& plan,
   std::vector<std::string> paths;
   for (const std::string& name : files) {
     sources.push_back({.directory = fd.get(), .name = name, .follow_symlink = follow_symlink});
+    if (name == opened_file.first) sources.back().identity = opened_file.second;
     paths.push_back(absl::StrCat(directory, "/", name));
   }
   HOLDFAST_ASSIGN_OR_RETURN(StreamBuffer buffer, StreamBuffer::Create(load::SlotsFor(
@@ -310,6 +312,9 @@ absl::StatusOr<std::unique_ptr<CheckpointReader>> CheckpointReader::OpenFile(
   auto impl = std::make_unique<Impl>();
   impl->directory = parts.directory;
   HOLDFAST_RETURN_IF_ERROR(impl->NoteDirectory(directory.get()));
+  HOLDFAST_ASSIGN_OR_RETURN(const directory::Identity opened,
+                            directory::IdentityOf(fd.get(), path));
+  impl->opened_file = {parts.name, opened};
   auto manifest = FindManifestOf(directory.get(), parts);
   if (manifest.ok() && !format::IsUncommittedName(directory::SplitPath(parts.directory).name)) {
     impl->TakeManifest(*std::move(manifest));

@@ -142,6 +142,13 @@ class Stream {
         io::OpenDirect(file.directory, file.name.c_str(), flags, 0, options_.direct_io, &opened);
     if (error != 0) return error;
     opened_[index].fd = base::UniqueFd(opened.fd);
+    if (file.identity.has_value()) {
+      const auto found = directory::IdentityOf(opened.fd, file.name);
+      if (!found.ok() || *found != *file.identity) {
+        opened_[index].fd.Reset();
+        return ESTALE;
+      }
+    }
     NoteDirect(opened.direct);
     opened_[index].direct = opened.direct;
     return 0;

@@ -7,6 +7,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -15,6 +16,7 @@
 #include "absl/time/time.h"
 #include "absl/types/span.h"
 #include "holdfast/pod.h"
+#include "runtime/directory/entries.h"
 #include "runtime/load/stream_buffer.h"
 
 namespace holdfast::load {
@@ -25,6 +27,8 @@ struct StreamFile {
   int directory = -1;
   std::string name;
   bool follow_symlink = false;  ///< False for files that a manifest names: a link is a fault.
+  /// Of the file that the ranges are of, if known. Opening another file fails with ESTALE.
+  std::optional<directory::Identity> identity;
 };
 
 /// A range to read; it crosses no multiple of kChunkBytes. Ranges of one file are adjacent.

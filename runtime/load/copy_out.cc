@@ -1,5 +1,6 @@
 #include "runtime/load/copy_out.h"
 
+#include <cerrno>
 #include <cstring>
 #include <utility>
 
@@ -15,6 +16,11 @@ namespace {
 constexpr absl::Duration kCopyTimeMax = absl::Minutes(10);
 
 }  // namespace
+
+absl::Status ReplacedSince(absl::string_view path) {
+  return absl::AbortedError(
+      absl::StrCat("load from ", path, ": it was replaced since it was opened; open it anew"));
+}
 
 StreamVerdict CopyOut::Sink(const StreamBlock& block) {
   Outcome outcome = Look(block);
@@ -43,6 +49,7 @@ CopyOut::Outcome CopyOut::Look(const StreamBlock& block) const {
 
 absl::Status CopyOut::ReadError(const StreamBlock& block) const {
   const std::string& path = paths_[block.range.file];
+  if (block.failed_to_open && block.error == ESTALE) return ReplacedSince(path);
   if (block.failed_to_open) return base::ErrnoStatus("open", path, block.error);
   const std::string object = absl::StrCat(path, " @ ", block.range.offset);
   if (block.error != 0) return base::ErrnoStatus("read", object, block.error);
@@ -93,8 +100,8 @@ CopyOut::Outcome CopyOut::Copy(const StreamBlock& block, const TensorRead& read)
   for (const Started& copy : started) {
     absl::Status ended = copy.device->Wait(copy.ticket, kCopyTimeMax);
     if (ended.ok()) continue;
-    outcome.copy_in_flight =
-        outcome.copy_in_flight || ended.code() == absl::StatusCode::kDeadlineExceeded;
+    // Only a lost context says that its copies have ended.
+    outcome.copy_in_flight = outcome.copy_in_flight || !absl::IsAborted(ended);
     if (outcome.status.ok()) {
       outcome.status =
           base::Annotate(ended, absl::StrCat("copy a tensor to ", copy.device->name()));

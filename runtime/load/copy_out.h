@@ -7,6 +7,7 @@
 
 #include "absl/base/thread_annotations.h"
 #include "absl/status/status.h"
+#include "absl/strings/string_view.h"
 #include "absl/types/span.h"
 #include "holdfast/load.h"
 #include "runtime/base/mutex.h"
@@ -14,6 +15,9 @@
 #include "runtime/load/tensor_reads.h"
 
 namespace holdfast::load {
+
+/// kAborted for a directory or file that another has replaced.
+absl::Status ReplacedSince(absl::string_view path);
 
 /// \threadsafety Sink() may be called from any thread.
 class CopyOut {

@@ -60,6 +60,17 @@ class Targets {
   std::vector<TensorTarget> targets_;
 };
 
+/// The bytes of a plan's only file.
+std::string ContentOf(const SavePlan& plan) {
+  std::string content;
+  for (const Segment& segment : plan.files[0].segments) {
+    content += segment.tensor == Segment::kLiteral
+                   ? segment.literal
+                   : std::string(static_cast<const char*>(segment.data), segment.bytes);
+  }
+  return content;
+}
+
 class CheckpointReaderTest : public ::testing::Test {
  protected:
   void TearDown() override { sys::g_system = sys::kKernel; }
@@ -386,13 +397,7 @@ TEST_F(CheckpointReaderTest, OpensAPlainSafetensorsFileAndSaysThatNothingWasVeri
   const TrainingState state = TrainingState::Assorted(16);
   auto plan = PlanSafetensors("plain.safetensors", state.Sources(), {});
   ASSERT_TRUE(plan.ok());
-  std::string content;
-  for (const Segment& segment : plan->files[0].segments) {
-    content += segment.tensor == Segment::kLiteral
-                   ? segment.literal
-                   : std::string(static_cast<const char*>(segment.data), segment.bytes);
-  }
-  WriteFileBytes(Path("plain.safetensors"), content);
+  WriteFileBytes(Path("plain.safetensors"), ContentOf(*plan));
   std::filesystem::create_symlink("plain.safetensors", Path("link"));
   for (const char* name : {"plain.safetensors", "link"}) {
     const auto reader = CheckpointReader::OpenFile(Path(name));
@@ -408,6 +413,27 @@ TEST_F(CheckpointReaderTest, OpensAPlainSafetensorsFileAndSaysThatNothingWasVeri
   EXPECT_EQ(CheckpointReader::OpenFile(Path("short")).status().code(), absl::StatusCode::kDataLoss);
   EXPECT_EQ(CheckpointReader::OpenFile(Path(".")).status().code(),
             absl::StatusCode::kFailedPrecondition);
+}
+
+TEST_F(CheckpointReaderTest, AReplacedFileIsNeitherReadNorCalledDamaged) {
+  const TrainingState state = TrainingState::Uniform(2, 1000, 17);
+  Write(state);
+  const auto plain = PlanSafetensors("plain.safetensors", state.Sources(), {});
+  ASSERT_TRUE(plain.ok());
+  WriteFileBytes(Path("plain.safetensors"), ContentOf(*plain));
+  for (const std::string& file : {Path() + "/" + model_, Path("plain.safetensors")}) {
+    const auto reader = CheckpointReader::OpenFile(file);
+    ASSERT_TRUE(reader.ok()) << reader.status();
+    WriteFileBytes(Path("other"), std::string(1 << 20, 'x'));
+    std::filesystem::rename(Path("other"), file);
+    for (const bool verify : {true, false}) {
+      Targets targets(**reader);
+      const absl::Status refused = (*reader)->Load(targets.targets(), {.verify = verify}).status();
+      EXPECT_TRUE(absl::IsAborted(refused)) << refused;
+      EXPECT_THAT(std::string(refused.message()),
+                  ::testing::AllOf(HasSubstr(file), HasSubstr("open it anew")));
+    }
+  }
 }
 
 TEST_F(CheckpointReaderTest, VerifiesAFileOfACheckpointThroughItsManifest) {
