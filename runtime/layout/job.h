@@ -19,7 +19,7 @@ namespace holdfast::layout {
 inline constexpr uint64_t kJobMagic = 0x3142'4f4a'5446'4c48;  // "HLFTJOB1" in memory
 /// Raised with every change of a struct in this file or of a message in wire.h; both sides refuse
 /// any other.
-inline constexpr uint32_t kLayoutVersion = 16;
+inline constexpr uint32_t kLayoutVersion = 17;
 
 using SharedU32 = std::atomic<uint32_t>;
 using SharedU64 = std::atomic<uint64_t>;
@@ -243,6 +243,7 @@ struct Job {
   // 1: the save has ended. Its staging memory is held until its last transfer has landed.
   SharedU32 quarantined{0};
   SharedU64 published_count{0};  // hint for progress; the log itself is authoritative
+  SharedU32 memory_waits{0};     // looks for staging memory that earlier saves still hold
 
   // Written by the worker while the job runs (progress; relaxed).
   SharedU32 phase{0};

@@ -83,9 +83,10 @@ struct WriteState {
   uint32_t undigested_count = 0;
   uint32_t next_extent = 0;  ///< Taken from the log, not yet submitted.
   bool has_next = false;
-  uint32_t proven = 0;       ///< Extents written and re-digested.
-  uint64_t progress_ns = 0;  ///< When something was last published or completed.
-  uint64_t allowed_ns = 0;   ///< The byte-rate limit lets the next write start then.
+  uint32_t proven = 0;        ///< Extents written and re-digested.
+  uint64_t progress_ns = 0;   ///< When something was last published or completed.
+  uint32_t memory_waits = 0;  ///< Of the job's, as last seen.
+  uint64_t allowed_ns = 0;    ///< The byte-rate limit lets the next write start then.
   uint64_t rang_ns = 0;
 };
 

@@ -252,6 +252,13 @@ bool Stalled(JobRun* run) {
   const uint64_t now = sys::NowNs();
   // A limited rate is no stall: the clock starts when the next write may.
   if (MustWaitNs(*run, now) != 0) run->write.progress_ns = now;
+  // Waiting for memory of earlier saves is no stall: the trainer waits by a separate deadline.
+  const uint32_t waits = run->job->memory_waits.load(std::memory_order_relaxed);
+  if (waits != run->write.memory_waits && run->queue->in_flight() == 0) {
+    run->write.memory_waits = waits;
+    run->write.progress_ns = now;
+    CountStep(run->job);
+  }
   if (now - run->write.progress_ns < limit) return false;
   DescribeStall(run);
   const bool disk = run->queue->in_flight() != 0;

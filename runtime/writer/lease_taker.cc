@@ -29,8 +29,9 @@ absl::StatusOr<bool> LeaseTaker::TryTake(SaveState* save, uint32_t index) {
     Note(save, index, *lease);
     return true;
   }
-  if (NoRoom(lease.status())) return false;
-  return lease.status();
+  if (!NoRoom(lease.status())) return lease.status();
+  save->table->job()->memory_waits.fetch_add(1, std::memory_order_relaxed);
+  return false;
 }
 
 absl::StatusOr<bool> LeaseTaker::WaitAndTake(SaveState* save, uint32_t index,
