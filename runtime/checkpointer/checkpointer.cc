@@ -20,6 +20,7 @@
 #include "runtime/checkpointer/save_sources.h"
 #include "runtime/checkpointer/single_file.h"
 #include "runtime/checkpointer/unreported.h"
+#include "runtime/checkpointer/unseen_errors.h"
 #include "runtime/directory/completeness.h"
 #include "runtime/directory/entries.h"
 #include "runtime/directory/file_system.h"
@@ -45,7 +46,6 @@ using checkpointer::IntoDirectory;
 
 // Errors of saves without a waiting caller, kept until a Flush. The first errors suffice, so the
 // number is bounded.
-constexpr size_t kUnseenErrorsMax = 16;
 // A failed worker ends within milliseconds. A call that failed with the worker waits up to this
 // time for the worker's error.
 constexpr absl::Duration kTimeToEnd = absl::Seconds(10);
@@ -146,13 +146,12 @@ class Checkpointer::Impl {
                           const absl::Status& outcome, bool left_files);
   /// Removes, in the background, the checkpoint that a committed save has replaced.
   void RemoveReplaced(const SaveState& save, bool reported);
-  void KeepError(const std::shared_ptr<SaveState>& save) ABSL_LOCKS_EXCLUDED(mutex_);
 
   std::shared_ptr<Door> door_ = std::make_shared<Door>();
   checkpointer::Lineage lineage_;
   checkpointer::LastStructure last_structure_;
+  checkpointer::UnseenErrors unseen_errors_;
   base::Mutex mutex_;
-  std::vector<std::shared_ptr<SaveState>> failed_ ABSL_GUARDED_BY(mutex_);
   std::shared_ptr<const base::UniqueFd> parent_ ABSL_GUARDED_BY(mutex_);
 };
 
@@ -177,18 +176,24 @@ absl::Status Checkpointer::Impl::Start(std::shared_ptr<Core> shared) {
 /// Returns the directory that the path leads to now. Since the last save the directory may have
 /// been renamed and made anew, or mounted over. Saves in flight keep their directory.
 absl::StatusOr<std::shared_ptr<const base::UniqueFd>> Checkpointer::Impl::OpenParent() {
-  const base::MutexLock lock(&mutex_);
-  // "/.": follows a symbolic link to its directory.
-  if (parent_ != nullptr &&
-      directory::NameRefersTo(AT_FDCWD, absl::StrCat(options.directory, "/."), parent_->get())) {
-    return parent_;
+  std::shared_ptr<const base::UniqueFd> parent;
+  {
+    const base::MutexLock lock(&mutex_);
+    parent = parent_;
+  }
+  // Outside the lock: the file system may hang. "/.": follows a symbolic link to its directory.
+  if (parent != nullptr &&
+      directory::NameRefersTo(AT_FDCWD, absl::StrCat(options.directory, "/."), parent->get())) {
+    return parent;
   }
   base::UniqueFd opened(
       sys::OpenOwned(AT_FDCWD, options.directory.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC, 0));
   if (!opened.valid())
     return base::ErrnoStatus("open checkpoint directory", options.directory, errno);
-  parent_ = std::make_shared<const base::UniqueFd>(std::move(opened));
-  return parent_;
+  parent = std::make_shared<const base::UniqueFd>(std::move(opened));
+  const base::MutexLock lock(&mutex_);
+  parent_ = parent;
+  return parent;
 }
 
 Checkpointer::Impl::~Impl() {
@@ -241,6 +246,11 @@ absl::StatusOr<std::shared_ptr<SaveState>> Checkpointer::Impl::Plan(const SaveRe
   for (const format::PackedFile& file : save->plan->files) {
     save->bytes_total += file.bytes;
     save->bytes_to_lease += AlignUp(file.bytes);
+  }
+  if (request.confirm && save->bytes_total == 0) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "save ", request.name,
+        ": it has no bytes, and `confirm` holds back the last of them; save it without `confirm`"));
   }
   for (const auto& [device, stream] : save->streams) (void)core->Register(device);
   return save;
@@ -459,12 +469,14 @@ void Checkpointer::Impl::Attach(const Presence& presence, SaveState* save) {
     if (presence != nullptr) presence->Leave();
     return outcome;
   };
-  save->on_given_up = [door = door_, presence](const std::shared_ptr<SaveState>& given_up,
-                                               const absl::Status& why) {
-    if (presence != nullptr) presence->GiveUp(why);
+  save->on_given_up = [door = door_](const std::shared_ptr<SaveState>& given_up) {
     const Visit visit(door.get());
-    if (visit.impl() != nullptr) visit.impl()->KeepError(given_up);
+    if (visit.impl() == nullptr) return;
+    visit.impl()->lineage_.Ended(given_up->table->parameters().attempt, false);
+    visit.impl()->unseen_errors_.Keep(given_up);
   };
+  if (presence == nullptr) return;
+  save->tell_ranks = [presence](const absl::Status& why) { presence->GiveUp(why); };
 }
 
 absl::Status Checkpointer::Impl::WhyStopped(const absl::Status& staged, SaveState* save) {
@@ -498,7 +510,7 @@ absl::Status Checkpointer::Impl::OnFinished(const std::shared_ptr<SaveState>& sa
       !checkpointer::IsBetweenTwoRenames(*save))
     housekeeper->Remove(save->parent, save->partial,
                         {std::move(save->in_use), std::move(save->trainer_lock)});
-  KeepError(save);
+  unseen_errors_.Keep(save);
   return status;
 }
 
@@ -510,26 +522,12 @@ void Checkpointer::Impl::RemoveReplaced(const SaveState& save, bool reported) {
   }
 }
 
-void Checkpointer::Impl::KeepError(const std::shared_ptr<SaveState>& save) {
-  const base::MutexLock lock(&mutex_);
-  std::erase_if(failed_, [&](const auto& kept) { return kept == save || kept->ErrorWasSeen(); });
-  if (failed_.size() < kUnseenErrorsMax) failed_.push_back(save);
-}
-
 absl::Status Checkpointer::Impl::Flush(absl::Duration timeout) {
   const absl::Time deadline = base::Now() + timeout;
   HOLDFAST_RETURN_IF_ERROR(core->supervisor->WaitIdle(this, deadline));
-  absl::Status first = housekeeper->WaitIdle(deadline);
-  std::vector<std::shared_ptr<SaveState>> failed;
-  {
-    const base::MutexLock lock(&mutex_);
-    failed.swap(failed_);
-  }
-  for (auto save = failed.rbegin(); save != failed.rend(); ++save) {
-    const absl::Status error = (*save)->TakeUnseenError();
-    if (!error.ok()) first = error;
-  }
-  return first;
+  const absl::Status cleaned = housekeeper->WaitIdle(deadline);
+  const absl::Status first = unseen_errors_.TakeFirst();
+  return first.ok() ? cleaned : first;
 }
 
 Checkpointer::Checkpointer(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}

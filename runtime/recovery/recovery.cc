@@ -267,7 +267,7 @@ absl::StatusOr<Recovery::Visit> Recovery::Settle(const std::string& name, bool m
     // waits for neither.
     return Keep(std::string(kStillAtWork));
   }
-  // A single look serves two judgments: what is promoted after minutes is what was found complete.
+  // A single look serves two judgments: only a directory found complete is promoted minutes later.
   const bool partial = kind == format::DirectoryKind::kPartial;
   const Inspection inspection =
       partial ? directory::InspectUncommitted(directory->get()) : Inspection{};

@@ -40,16 +40,17 @@ void DeviceStager::Enqueue(std::shared_ptr<SaveState> save, uint32_t index, bool
 
 bool DeviceStager::TakeEntries() {
   std::deque<Entry> entries;
+  const bool all_failed =
+      std::all_of(works_.begin(), works_.end(), [](const Work& work) { return work.failed(); });
   {
     const base::MutexLock lock(&mutex_);
     while (works_.empty() && entries_.empty() && !stopping_)
       changed_.WaitUntil(&mutex_, base::Now() + absl::Hours(1));
     entries.swap(entries_);
-    const auto failed = [](const Work& work) { return work.failed(); };
-    if (stopping_ && entries.empty() && std::all_of(works_.begin(), works_.end(), failed))
-      return false;
+    if (stopping_ && entries.empty() && all_failed) return false;
   }
-  if (works_.empty()) progress_at_ = base::Now();
+  // The copies of failed saves may never end.
+  if (all_failed) progress_at_ = base::Now();
   for (Entry& entry : entries) {
     auto work = std::find_if(works_.begin(), works_.end(),
                              [&entry](const Work& w) { return w.save == entry.save; });

@@ -212,6 +212,7 @@ void SaveState::ReleaseResources() {
   // With everything inside, such as the descriptors of the rank board.
   on_finished = nullptr;
   on_given_up = nullptr;
+  tell_ranks = nullptr;
   const base::MutexLock lock(&mutex_);
   table.reset();
   link.reset();

@@ -64,7 +64,10 @@ class SaveState {
                              bool worker_left_files)>
       on_finished;
   /// Called likewise when a save was given up before its end (quarantined); never at the same time.
-  std::function<void(const std::shared_ptr<SaveState>&, const absl::Status&)> on_given_up;
+  /// Does not block.
+  std::function<void(const std::shared_ptr<SaveState>&)> on_given_up;
+  /// Called after on_given_up, once the waiters are woken. May block: the file system may hang.
+  std::function<void(const absl::Status&)> tell_ranks;
 
   // The staging side: one entry per extent, written before the extent is published.
   std::vector<staging::Lease> leases;

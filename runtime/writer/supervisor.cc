@@ -308,6 +308,11 @@ void Supervisor::CheckStalled(const std::shared_ptr<SaveState>& save) {
 // transfers have provably landed.
 void Supervisor::Quarantine(const std::shared_ptr<SaveState>& save, const absl::Status& why) {
   if (save->quarantined) return;
+  // The device stager ends when every save was staged or has failed.
+  if (save->users.load(std::memory_order_acquire) != 0) {
+    save->FailStaging(why);
+    pool_->AbortEpoch(save->epoch);
+  }
   if (!save->retired) {
     pool_->Quarantine(save->epoch, std::string(why.message()));
     save->table->job()->quarantined.store(1, std::memory_order_relaxed);
@@ -315,8 +320,9 @@ void Supervisor::Quarantine(const std::shared_ptr<SaveState>& save, const absl::
   save->ending = true;  // first: see WaitIdle
   save->quarantined = true;
   HandOver(save, [this, save, why] {
-    if (save->on_given_up) save->on_given_up(save, why);
+    if (save->on_given_up) save->on_given_up(save);
     save->Finish(why);
+    if (save->tell_ranks) save->tell_ranks(why);
     const base::MutexLock lock(&mutex_);
     save->ending = false;
   });

@@ -325,6 +325,9 @@ absl::Status WorkerLink::DropRegistration() {
         "detach the kept worker from the arena: no answer; it was killed, and the pages stay");
   }
   const ssize_t got = sys::Sys().read(socket_.get(), &answer, sizeof(answer));
+  // ECONNRESET: the worker died before it read the question.
+  if (got < 0)
+    return UnlessGone(base::ErrnoStatus("detach", "the kept worker from the arena", errno));
   if (got != sizeof(answer) || answer.magic != layout::kWireMagic ||
       answer.kind != layout::MessageKind::kDetached) {
     // End of file: the worker is gone, and its registration too.

@@ -151,6 +151,11 @@ TEST_P(BadRequest, NoTensorAtAllIsACheckpoint) {
   } else {
     EXPECT_TRUE(absl::IsInvalidArgument(handle.status())) << handle.status();
   }
+  // No last byte could be held back.
+  const absl::Status refused =
+      checkpointer->SaveAsync({.name = "held", .plan = &nothing, .confirm = true}).status();
+  EXPECT_TRUE(absl::IsInvalidArgument(refused)) << refused;
+  EXPECT_THAT(Text(refused), AllOf(HasSubstr("held"), HasSubstr("`confirm`")));
   ExpectMemoryBack(checkpointer.get());
 }
 

@@ -13,14 +13,18 @@
 #include <system_error>
 #include <vector>
 
+#include "absl/cleanup/cleanup.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "holdfast/checkpointer.h"
+#include "holdfast/recovery.h"
+#include "runtime/layout/board.h"
 #include "runtime/sys/system.h"
 #include "tests/testing/child_process.h"
+#include "tests/testing/path_of.h"
 #include "tests/testing/save_test.h"
 #include "tests/testing/slow_device.h"
 
@@ -48,7 +52,7 @@ class SoundSave {
 class HungDevice : public LauncherTest {
  protected:
   absl::StatusOr<SaveHandle> BeginOn(SlowDevice* device, Checkpointer* checkpointer,
-                                     const std::string& name) {
+                                     const std::string& name, const AttemptId& attempt = {}) {
     const TrainingState state = TrainingState::Uniform(2, 3'000'000, 1);
     std::vector<TensorSource> sources = state.Sources();
     for (TensorSource& source : sources) {
@@ -57,7 +61,8 @@ class HungDevice : public LauncherTest {
       source.data = memory;
       source.device = device;
     }
-    return checkpointer->SaveAsync({.name = name, .step = 1, .tensors = sources});
+    return checkpointer->SaveAsync(
+        {.name = name, .step = 1, .tensors = sources, .attempt = attempt});
   }
   /// Saves "previous" and measures the time of a sound save.
   CheckpointerOptions Impatient() {
@@ -100,6 +105,78 @@ TEST_P(HungDevice, EndsTheSaveKeepsTheMemoryAndDelaysNoOtherSave) {
 class HungDeviceAtTheEnd : public HungDevice {};
 INSTANTIATE_TEST_SUITE_P(All, HungDeviceAtTheEnd,
                          ::testing::Values(Launcher::kSpawn, Launcher::kThread), LauncherName);
+
+TEST_P(HungDeviceAtTheEnd, ALaterSaveMayWaitForMemoryAndHasAnotherParent) {
+  SlowDevice hung("hung:0");
+  SlowDevice sound("sound:0");
+  sound.CompleteAtOnce(true);
+  CheckpointerOptions options = Impatient();
+  options.staging.arena_bytes = 16u << 20;
+  options.time_memory_max = options.time_stalled_max;
+  const auto checkpointer = Make(options);
+  ASSERT_NE(checkpointer, nullptr);
+  const auto handle = BeginOn(&hung, checkpointer.get(), "hung");
+  ASSERT_TRUE(handle.ok()) << handle.status();
+  EXPECT_TRUE(absl::IsDeadlineExceeded(handle->WaitDurable(kLong).status()));
+  // Hung copy and slow save leave too little memory for the next save.
+  CheckpointerOptions slow = options;
+  slow.qos.bytes_per_second_max = 8u << 20;
+  const auto beside = checkpointer->CreateBeside(slow);
+  ASSERT_TRUE(beside.ok()) << beside.status();
+  const auto first = Begin(beside->get(), "first", TrainingState::Uniform(2, 3'900'000, 2));
+  ASSERT_TRUE(first.ok()) << first.status();
+  const auto other = BeginOn(&sound, checkpointer.get(), "other");
+  ASSERT_TRUE(other.ok()) << other.status();
+  const auto report = other->WaitDurable(kLong);
+  EXPECT_TRUE(report.ok()) << report.status();
+  EXPECT_GT(checkpointer->staging().waits, 0u);
+  EXPECT_TRUE(first->WaitDurable(kLong).ok());
+  const auto listed = ListCheckpoints(directory());
+  ASSERT_TRUE(listed.ok()) << listed.status();
+  for (const CheckpointInfo& info : *listed) {
+    const bool is_known =
+        std::any_of(listed->begin(), listed->end(),
+                    [&info](const CheckpointInfo& each) { return each.attempt == info.parent; });
+    EXPECT_TRUE(info.parent == AttemptId{} || is_known) << info.name << " has a failed parent";
+  }
+  hung.CompleteAll();
+  ASSERT_TRUE(WaitFor([&] { return checkpointer->staging().bytes_held == 0; }));
+  for (const char* name : {"first", "other"})
+    std::filesystem::remove_all(absl::StrCat(directory(), "/", name));
+}
+
+/// A shared file system that hangs: the rank board takes no writes.
+std::atomic<bool> g_board_hangs{false};
+ssize_t HangingBoard(int fd, const void* bytes, size_t count, off_t offset) {
+  while (g_board_hangs && absl::EndsWith(PathOf(fd), layout::kBoardName))
+    absl::SleepFor(absl::Milliseconds(5));
+  return sys::kKernel.pwrite(fd, bytes, count, offset);
+}
+
+TEST_P(HungDeviceAtTheEnd, ARankWhoseBoardHangsAlsoEndsItsSave) {
+  sys::g_system.pwrite = HangingBoard;
+  const absl::Cleanup restore = [] {
+    g_board_hangs = false;
+    sys::g_system = sys::kKernel;
+  };
+  SlowDevice hung("hung:0");
+  CheckpointerOptions options = Impatient();
+  options.world_size = 2;
+  options.time_liveness_max = absl::Seconds(1);
+  const auto checkpointer = Make(options);
+  ASSERT_NE(checkpointer, nullptr);
+  const auto handle = BeginOn(&hung, checkpointer.get(), "hung", NewAttemptId());
+  ASSERT_TRUE(handle.ok()) << handle.status();
+  ASSERT_TRUE(hung.WaitForPending(1, kLong));
+  g_board_hangs = true;
+  const absl::Status ended = handle->WaitDurable(kLong).status();
+  EXPECT_THAT(Text(ended), HasSubstr("quarantined"));
+  g_board_hangs = false;
+  hung.CompleteAll();
+  EXPECT_TRUE(WaitFor([&] { return checkpointer->staging().bytes_held == 0; }));
+  for (const std::string& name : Names(directory()))
+    if (name != "previous") std::filesystem::remove_all(directory() + "/" + name);
+}
 
 TEST_P(HungDeviceAtTheEnd, FlushReturnsTheUnreadError) {
   SlowDevice hung("hung:0");

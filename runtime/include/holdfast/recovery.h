@@ -128,7 +128,7 @@ std::vector<std::string> SelectForRemoval(
     const std::string& saved, const std::function<bool(const CheckpointInfo&)>& is_whole = nullptr);
 
 /// Removes the checkpoint of `attempt` at `path` as retention does: its name durably first, then
-/// the files. Recover removes what a crash leaves of it. Deletes in this process.
+/// the files. Recover removes the rest after a crash. Deletes in this process.
 /// \error kNotFound; kAborted when another save has the name; kFailedPrecondition, naming the
 /// entry, for a foreign entry; errors of the renames, fsyncs and removals.
 absl::Status RemoveCheckpoint(const std::string& path, const AttemptId& attempt);
