@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import os
+import pickle
 import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from command_line import Run, each, refused
 from command_line import holdfast as command
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 import holdfast
 import holdfast.dcp
@@ -145,6 +148,28 @@ def test_items_of_a_list_keep_their_places(tmp_path: Path) -> None:
     assert done.status == 0, done
     found = holdfast.load(tmp_path / "plain")["l"]
     assert [None if item is None else item["a"].tolist() for item in found] == [None, [1.0, 1.0], None, [0.0, 0.0, 0.0]]
+
+
+def test_values_that_dcp_stores_whole_keep_their_containers(tmp_path: Path) -> None:
+    """The planner flattens nothing here; earlier ones stored a Counter so."""
+    whole = {"optimizer": {"state": {0: {"m": torch.ones(2)}, 1: {"m": torch.zeros(2)}}}, "milestones": Counter({0: 1, 60: 1})}
+    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    dcp.save(whole, checkpoint_id=tmp_path / "dcp", no_dist=True, planner=planner)
+    (done,) = each(["convert", tmp_path / "dcp", tmp_path / "plain"])
+    assert done.status == 0, done
+    found = holdfast.load(tmp_path / "plain")
+    assert found["optimizer"]["state"][1]["m"].tolist() == [0.0, 0.0]
+    assert type(found["milestones"]) is Counter and found["milestones"] == {0: 1, 60: 1}
+
+
+@pytest.mark.parametrize("path", [("w", "inside"), ("w",)])
+def test_metadata_that_places_two_values_at_one_place_is_refused(tmp_path: Path, path: tuple[str, ...]) -> None:
+    write(tmp_path / "dcp", {"w": torch.ones(2), "x": torch.ones(2)})
+    file = tmp_path / "dcp" / ".metadata"
+    metadata = pickle.loads(file.read_bytes())
+    metadata.planner_data = {"w": ("w",), "x": path}
+    file.write_bytes(pickle.dumps(metadata))
+    refused(command("convert", tmp_path / "dcp", tmp_path / "x.pt"), "load x: ", "the metadata places it")
 
 
 def test_what_a_format_cannot_hold_is_named(tmp_path: Path) -> None:

@@ -213,14 +213,20 @@ class Dcp(Source):
         return _nested(self._load_compared(self._metadata.state_dict_metadata, allow), self._metadata.planner_data)
 
 
+class _Flattened(dict[Any, Any]):
+    """A container that the planner has flattened, by its keys. A value that it has stored whole is none, whatever it is."""
+
+
 def _nested(flat: dict[str, Any], paths: Any) -> Any:
     """The containers that the framework's planner has flattened: numbers are places in lists."""
-    root: dict[Any, Any] = {}
+    root = _Flattened()
     for name, value in flat.items():
         path = paths.get(name, (name,)) if isinstance(paths, dict) else (name,)
-        at = root
+        at: Any = root
         for key in path[:-1]:
-            at = at.setdefault(key, {})
+            at = at.setdefault(key, _Flattened()) if isinstance(at, _Flattened) else None
+        if not isinstance(at, _Flattened) or path[-1] in at:
+            raise Error("DATA_LOSS", f"load {name}: the metadata places it inside of another value, or where another one is")
         at[path[-1]] = value
     return _with_lists(root)
 
@@ -229,7 +235,7 @@ _PLACES_MAX = 1_000_000  # of a list, beyond the items that it has
 
 
 def _with_lists(value: Any) -> Any:
-    if not isinstance(value, dict):
+    if not isinstance(value, _Flattened):
         return value
     if value and all(type(key) is int and key >= 0 for key in value):
         count = max(value) + 1
