@@ -78,11 +78,17 @@ class Comparison(NamedTuple):
 
 def snapshot_of(manifest: dict[str, Any], path: str = "") -> Snapshot:
     """What there is to compare of a parsed manifest (FORMAT.md, section 3)."""
+    tensors = {name: digest for name, digest in digests_of(manifest).items() if not name.startswith(_OWN)}
+    return Snapshot(path, manifest["step"], manifest["attempt"], tensors)
+
+
+def digests_of(manifest: dict[str, Any]) -> dict[str, Digest]:
+    """The digests of all that a parsed manifest names and that has bytes."""
     files = [f["digests"] for f in manifest["files"]]
     tensors = {}
     for t in manifest["tensors"]:
         name, begin, end = t["name"], t["begin"], t["end"]
-        if name.startswith(_OWN) or begin == end:
+        if begin == end:
             continue
         first, last = begin // _native.CHUNK_BYTES, (end - 1) // _native.CHUNK_BYTES
         chunks = files[t["file"]]
@@ -97,7 +103,7 @@ def snapshot_of(manifest: dict[str, Any], path: str = "") -> Snapshot:
         for n in t["shape"]:
             elements *= n
         tensors[name] = Digest((t["dtype"], end - begin, offset), elements, digest)
-    return Snapshot(path, manifest["step"], manifest["attempt"], tensors)
+    return tensors
 
 
 def compare(earlier: Snapshot, later: Snapshot) -> Comparison:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shutil
 import subprocess
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import dcp_ranks
+import numpy
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -235,6 +237,69 @@ def test_diff_without_digests_needs_to_read(run: Path) -> None:
         assert done.status == 0, done
     for done in each(*(["diff", "--read", "--json", run / other, run / "2.pt"] for other in others)):
         assert done.json["changed"] == {"model.weight": "", "step": "1 -> 2"}, done
+
+
+@dataclasses.dataclass
+class Scheduler:
+    rate: float
+
+
+def _scheduler(warmup: int) -> Scheduler:
+    scheduler = Scheduler(0.1)
+    scheduler.warmup = warmup  # type: ignore[attr-defined]  # beside the fields
+    return scheduler
+
+
+# Of each pair one is not the other, whatever they look like.
+UNLIKE: dict[str, tuple[Any, Any]] = {
+    "numbers": (list(range(2000)), [*range(1999), 0]),
+    "length": ((0.5,) * 2000, (0.5,) * 2001),
+    "attribute": (_scheduler(1), _scheduler(2)),
+    "bytes": (b"ABC", "QUJD"),
+    "precision": (numpy.float32(1.0), numpy.float64(1.0)),
+    "truth": (True, 1),
+    "set": ({"a", "b", "c"}, {"a", "b", "d"}),
+    "zero": (0.0, -0.0),
+}
+
+
+def test_diff_tells_values_apart_that_look_alike(tmp_path: Path) -> None:
+    for side, name in enumerate("ab"):
+        holdfast.save({key: pair[side] for key, pair in UNLIKE.items()}, tmp_path / name)
+    done = command("diff", "--json", tmp_path / "a", tmp_path / "b", torch=False)
+    assert done.status == 1
+    assert {name.partition(".")[0] for name in done.json["changed"]} == UNLIKE.keys(), done
+    assert "attribute.warmup" in done.json["changed"]
+    assert not done.json["added"] and not done.json["removed"]
+    # A set has another order in each process.
+    script = f"import holdfast, sys; holdfast.save({{'s': set('abcdefgh')}}, '{tmp_path}/' + sys.argv[1])"
+    for seed in ("1", "2"):
+        subprocess.run([sys.executable, "-c", script, seed], env={**os.environ, "PYTHONHASHSEED": seed}, check=True)
+    assert command("diff", tmp_path / "1", tmp_path / "2", torch=False).status == 0
+
+
+def test_diff_of_other_formats_compares_whole_values(tmp_path: Path) -> None:
+    large, other = torch.ones(2000), torch.ones(2000)
+    other[1000] += 1e-7
+    for name, tensor in (("a", large), ("b", other)):
+        state = {"t": (tensor, 0), "array": tensor.numpy()}
+        dcp.save(state, checkpoint_id=tmp_path / name, no_dist=True)
+    runs = each(*(["diff", "--read", "--json", tmp_path / "a", tmp_path / name] for name in "ab"))
+    assert [run.status for run in runs] == [0, 1], runs
+    assert sorted(runs[1].json["changed"]) == ["array", "t"]
+
+
+def test_diff_compares_views_and_further_files(tmp_path: Path) -> None:
+    w = torch.arange(12.0).reshape(3, 4)
+    parts = {"a": {"v": w[0]}, "same": {"v": w[0]}, "b": {"v": w[1]}, "c": {}}
+    for name, part in parts.items():
+        files = {"config.json": "{}" if name in ("a", "same") else "{ }", f"{name[0]}.txt": ""}
+        holdfast.save({"w": w, **part}, tmp_path / name, files=files)
+    same, other, less = (command("diff", "--json", tmp_path / "a", tmp_path / name, torch=False) for name in ("same", "b", "c"))
+    assert list(same.json["added"]) == ["file s.txt"] and not same.json["changed"]
+    assert list(other.json["changed"]) == ["v", "file config.json"]
+    assert (list(other.json["added"]), list(other.json["removed"])) == (["file b.txt"], ["file a.txt"])
+    assert list(less.json["removed"]) == ["v", "file a.txt"]
 
 
 # ---- What is wrong with the paths.

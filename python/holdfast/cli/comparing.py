@@ -14,8 +14,9 @@ from holdfast.errors import Error
 _DESCRIPTION = """\
 Compares two checkpoints or files by the names of their tensors. The digests in the manifests show
 which tensors differ: no data is read. Plain values and pickled objects of plain checkpoints are read
-and compared. Two parts have no digests to compare: files without a manifest, and a large tensor that
-lies at another place in its file than before. --read reads and compares those.
+and compared, further files (as "file NAME") by their digests. Two parts have no digests to compare:
+files without a manifest, and a large tensor that lies at another place in its file than before.
+--read reads and compares those.
 """
 _EPILOG = """\
 output, one line for each difference:
@@ -96,7 +97,16 @@ def compare(a: Source, b: Source, read: bool) -> Differences:
         _compare_parts(parts_a.get(label, empty), parts_b.get(label, empty), read, found)
     _compare_named(a.values(), b.values(), found, lambda old, new: (old == new, f"{old} -> {new}"))
     _compare_named(a.objects(), b.objects(), found, _compare_objects)
+    # A view that the other source has as a tensor of its own is added or removed there.
+    tensors = {part.label + name for parts in (parts_a, parts_b) for part in parts.values() for name in part.tensors}
+    views_a, views_b = ({name: view for name, view in s.views().items() if name not in tensors} for s in (a, b))
+    _compare_named(views_a, views_b, found, lambda old, new: (old == new, "another part or form of what is stored"))
+    _compare_named(_files(a), _files(b), found, lambda old, new: (old == new, ""))
     return found
+
+
+def _files(source: Source) -> dict[str, Any]:
+    return {f"file {name}": digest for name, digest in source.files().items()}
 
 
 def _compare_parts(before: Part, now: Part, read: bool, found: Differences) -> None:

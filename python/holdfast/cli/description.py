@@ -7,38 +7,68 @@ passed over, and what they hold is listed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import base64
+import hashlib
+import json
+from collections.abc import Callable, Iterator
 from typing import Any
 
 _TENSOR_KINDS = ("tensor", "dtensor", "sparse", "subclass", "ndarray")
 _MAPPING_KINDS = ("dict", "ordered_dict", "counter", "default_dict", "user_dict", "mapping_proxy", "namespace")
 
 
-def _text(node: Any) -> str:
+def _float_text(value: str) -> str:
+    return repr(float.fromhex(value)) if "0x" in value else value
+
+
+# Kinds whose text is more than their value.
+_TEXT: dict[str, Callable[[Any], str]] = {
+    "value": repr,
+    "int": str,
+    "float": _float_text,
+    "complex": lambda parts: f"complex({', '.join(map(_float_text, parts))})",
+    "bytes": lambda value: repr(base64.b64decode(value)),
+    "bytearray": lambda value: repr(bytearray(base64.b64decode(value))),
+    "dtype": lambda value: f"torch.{value}",
+    "device": lambda value: f"device({value})",
+}
+
+
+def text(node: Any) -> str:
+    """The text of a node without children. Other values have other texts."""
     if not isinstance(node, dict):
         return repr(node)
+    kind = node["kind"]
+    value: Any = node.get("value")
     if "packed" in node:
-        return f"packed numbers {node['packed']}"
-    kind: str = node["kind"]
-    value: Any = node.get("value", node.get("name", ""))
-    if kind == "float" and "0x" in value:
-        return repr(float.fromhex(value))
-    return repr(value) if kind in ("value", "bytes", "bytearray") else str(value)
+        return f"{kind} of {len(value) * 3 // 4 // 8} packed numbers {node['packed']}, SHA-256 {_digest(value)}"
+    if kind == "numpy":
+        return f"numpy.{node['dtype']}({text(value)})"
+    if kind == "enum":
+        return f"{node['class']}.{node['name']}"
+    return _TEXT[kind](value) if kind in _TEXT else json.dumps(node, sort_keys=True)
+
+
+def _digest(value: str) -> str:
+    return hashlib.sha256(value.encode()).hexdigest()[:32]
 
 
 def _key(key: Any) -> str:
     if isinstance(key, dict):
-        return _text(key) if key["kind"] != "tuple" else f"({', '.join(map(_key, key['items']))})"
+        return text(key) if key["kind"] != "tuple" else f"({', '.join(map(_key, key['items']))})"
     return str(key)
 
 
 def _children(node: Any) -> Iterator[tuple[str, Any]]:
     items = node if isinstance(node, list) else node.get("items", [])
-    if isinstance(node, dict) and node["kind"] in _MAPPING_KINDS:
+    kind = "list" if isinstance(node, list) else node["kind"]
+    if kind in _MAPPING_KINDS:
         yield from ((_key(key), item) for key, item in items)
+    elif "fields" in node:
+        yield from zip((*node["fields"], *node.get("attributes", ())), items, strict=True)
     else:
-        names = node.get("fields") if isinstance(node, dict) else None
-        yield from zip(names or map(str, range(len(items))), items, strict=False)
+        # A set has no order.
+        yield from ((str(i), item) for i, item in enumerate(sorted(items, key=json.dumps) if kind in ("set", "frozenset") else items))
     if isinstance(node, dict) and "state" in node:
         yield "", node["state"]
 
@@ -87,9 +117,21 @@ def tied(structure: dict[str, Any]) -> dict[str, str]:
     }
 
 
+def views(structure: dict[str, Any]) -> dict[str, str]:
+    """The tensors by name, with their places in what is stored, as text."""
+    return {name: json.dumps(_form(node), sort_keys=True) for name, node in _leaves(structure) if _is_tensor(node)}
+
+
+def _form(node: Any) -> Any:
+    """A node without what says nothing of the elements: where the tensor was, and whether it had a gradient."""
+    if not isinstance(node, dict):
+        return node
+    return {key: _form(item) for key, item in node.items() if key not in ("device", "parameter", "requires_grad")}
+
+
 def values(structure: dict[str, Any]) -> dict[str, str]:
-    """The plain values by name, as text."""
-    return {name: _text(node) for name, node in leaves(structure) if not _is_object(node)}
+    """The plain values by name, as text. Other values have other texts."""
+    return {name: text(node) for name, node in leaves(structure) if not _is_object(node)}
 
 
 def objects(structure: dict[str, Any]) -> dict[str, tuple[str, int, int]]:

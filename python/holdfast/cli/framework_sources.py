@@ -21,7 +21,7 @@ from torch.futures import Future
 
 from holdfast import _dtypes, _names, snapshots
 from holdfast._tensor_kinds import QUANTIZED, as_bytes, in_memory, same_bytes, sparse_parts
-from holdfast.cli import places, scratch, sources
+from holdfast.cli import exact, places, scratch, sources
 from holdfast.cli.sources import Part, Source, Tensor
 from holdfast.dcp import StorageReader
 from holdfast.dcp import metadata as dcp_metadata
@@ -111,7 +111,7 @@ class TorchFile(Source):
         return [Part("", tensors, None)]
 
     def values(self) -> dict[str, str]:
-        return {n: repr(v) for n, v in self._leaves.items() if not isinstance(v, torch.Tensor)}
+        return {n: exact.text(v) for n, v in self._leaves.items() if not isinstance(v, torch.Tensor)}
 
     def state(self, rank: int | None = None, allow: Iterable[str] = ()) -> Any:
         try:
@@ -178,7 +178,7 @@ class Dcp(Source):
 
     def values(self) -> dict[str, str]:
         others = self._metadata.state_dict_metadata.keys() - set(self._tensor_names)
-        return {name: repr(value) for name, value in self._load(sorted(others)).items()}
+        return {name: exact.text(value) for name, value in self._load(sorted(others)).items()}
 
     @functools.cached_property
     def _flat(self) -> dict[str, Any]:

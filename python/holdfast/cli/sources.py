@@ -19,6 +19,7 @@ from holdfast.cli import description, places
 from holdfast.errors import Error, counted, of_system
 
 _OWN = "holdfast:"
+_FILE = _OWN + "file:"
 
 # Where large states are kept while they are compared or converted.
 scratch_directory = tempfile.gettempdir()
@@ -92,6 +93,14 @@ class Source:
 
     def objects(self) -> dict[str, Object]:
         """Pickled objects by name."""
+        return {}
+
+    def views(self) -> dict[str, str]:
+        """Tensors by name that are views of others, or consist of several, and that `parts` therefore lacks: their places, as text."""
+        return {}
+
+    def files(self) -> dict[str, snapshots.Digest | None]:
+        """Digests of the further files by name; None for an empty one."""
         return {}
 
     def state(self, rank: int | None = None, allow: Iterable[str] = ()) -> Any:
@@ -180,7 +189,7 @@ def _tensors_of(reader: Any, only: str = "") -> dict[str, Tensor]:
 
 
 class Stored(NamedTuple):
-    """What a manifest names, the digests of the tensors among that, and the files that all ranks share."""
+    """What a manifest names, the digests of all that has bytes, and the files that all ranks share."""
 
     tensors: dict[str, Tensor]
     digests: dict[str, snapshots.Digest]
@@ -193,7 +202,7 @@ def stored(path: str, manifest: str) -> Stored:
     with of_system(f"open {path}/{manifest}"):
         document = json.loads(_regular.read_whole(os.path.join(path, manifest), "open", _regular.MANIFEST_BYTES_MAX)[0])
     replicated = {entry["name"] for entry in document["files"] if entry.get("replicated")}
-    return Stored(tensors, snapshots.snapshot_of(document).tensors, replicated)
+    return Stored(tensors, snapshots.digests_of(document), replicated)
 
 
 class _Holdfast(Source):
@@ -259,6 +268,22 @@ class _Holdfast(Source):
                 read = functools.partial(part.tensors[_OWN + "objects"].read, begin, length)
                 found[part.label + name] = Object(cls, length, read)
         return found
+
+    def views(self) -> dict[str, str]:
+        return {
+            part.label + name: text
+            for part, structure in self._structures()
+            for name, text in description.views(structure).items()
+            if name not in part.tensors
+        }
+
+    def files(self) -> dict[str, snapshots.Digest | None]:
+        return {
+            name.removeprefix(_FILE): (part.digests or {}).get(name, {}).get(name)
+            for part in self._all
+            for name in part.tensors
+            if name.startswith(_FILE)
+        }
 
     def _checkpoint(self, rank: int | None) -> Any:
         from holdfast import loading
