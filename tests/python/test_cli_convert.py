@@ -193,6 +193,32 @@ def test_what_a_format_cannot_hold_is_named(tmp_path: Path) -> None:
     assert not target.exists()
 
 
+@pytest.mark.parametrize("to", ["holdfast", "dcp", "torch", "safetensors"])
+def test_no_tensor_of_two_with_one_name_is_lost(tmp_path: Path, to: str) -> None:
+    twice = {"a.b": torch.ones(2), "a": {"b": torch.zeros(2)}, 0: torch.ones(1), "0": torch.zeros(1)}
+    source = write(tmp_path / "twice.pt", twice)
+    only, whole = each(["convert", "--to", to, "--tensors-only", source, tmp_path / "only"],
+                       ["convert", "--to", to, source, tmp_path / "whole"])  # fmt: skip
+    refused(only, "a.b", "two entries have this name")
+    assert not (tmp_path / "only").exists()
+    if to in ("dcp", "safetensors"):
+        refused(whole, "a.b", "two entries have this name")
+    else:
+        assert whole.status == 0, whole
+        found = holdfast.load(tmp_path / "whole") if to == "holdfast" else torch.load(tmp_path / "whole")
+        assert [found["a.b"].sum(), found["a"]["b"].sum(), found[0].sum(), found["0"].sum()] == [2, 0, 1, 0]
+
+
+def test_tensors_alone_have_the_names_that_show_prints(tmp_path: Path) -> None:
+    source = write(tmp_path / "nested.pt", {"optimizer": [{"m": torch.ones(2)}, 5]})
+    formats = ("holdfast", "dcp", "torch")
+    runs = each(*(["convert", "--tensors-only", "--to", to, source, tmp_path / to] for to in formats),
+                *(["show", "--json", tmp_path / to] for to in formats))  # fmt: skip
+    assert [run.status for run in runs] == [0] * 6, runs
+    assert all([tensor["name"] for tensor in run.json["tensors"]] == ["optimizer.0.m"] for run in runs[3:])
+    assert holdfast.load(tmp_path / "holdfast").keys() == torch.load(tmp_path / "torch").keys() == {"optimizer.0.m"}
+
+
 def _views() -> dict[str, torch.Tensor]:
     """Whose memory has other elements than they have."""
     return {"conj": torch.tensor([1 + 2j, 3]).conj(), "neg": torch._neg_view(torch.arange(6.0).reshape(2, 3).t())}

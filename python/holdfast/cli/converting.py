@@ -60,7 +60,7 @@ def declare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--to", choices=_FORMATS, help="format of DST (default: by its suffix, else holdfast)")
     parser.add_argument("--rank", type=int, help="whose state to convert, where several ranks have saved; default what all ranks had alike")
     parser.add_argument("--step", type=int, help="step to record (default: that of SRC, else 0)")
-    parser.add_argument("--tensors-only", action="store_true", help="leave out what is no tensor")
+    parser.add_argument("--tensors-only", action="store_true", help="leave out what is no tensor; DST has one dict with the names that `holdfast show` prints")
     parser.add_argument(
         "--allow",
         action="append",
@@ -150,7 +150,7 @@ def _check(state: Any, kind: str) -> None:
         elif kind == "torch":
             reason = _not_for_weights_only(leaf)
         if name in seen and kind in ("dcp", "safetensors"):
-            reason = "two entries have this name"
+            reason = sources.TWICE
         seen.add(name)
         if reason:
             raise Error("INVALID_ARGUMENT", f"convert {name}: {reason}")
@@ -191,10 +191,19 @@ def _not_for_weights_only(leaf: Any) -> str:
 
 
 def _compare(before: Any, after: Any, path: str) -> None:
-    old, new = dict(sources.leaves(before)), dict(sources.leaves(after))
+    old, new = _by_name(before), _by_name(after)
     for name in {**old, **new}:
-        if name not in old or name not in new or not _same(old[name], new[name]):
+        ours, theirs = old.get(name, []), new.get(name, [])
+        if len(ours) != len(theirs) or not all(map(_same, ours, theirs)):
             raise Error("DATA_LOSS", f"convert to {path}: {name} is not as in the source; please report this")
+
+
+def _by_name(state: Any) -> dict[str, list[Any]]:
+    """The entries of each name: of the keys 0 and "0" there are two."""
+    found: dict[str, list[Any]] = {}
+    for name, leaf in sources.leaves(state):
+        found.setdefault(name, []).append(leaf)
+    return found
 
 
 def _same(a: Any, b: Any) -> bool:

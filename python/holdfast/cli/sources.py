@@ -21,6 +21,8 @@ from holdfast.errors import Error, counted, of_system
 _OWN = "holdfast:"
 _FILE = _OWN + "file:"
 
+TWICE = "two entries have this name, as of the keys a.b and a, b; rename one in the state"
+
 # Where large states are kept while they are compared or converted.
 scratch_directory = tempfile.gettempdir()
 
@@ -113,10 +115,18 @@ class Source:
         raise NotImplementedError
 
     def tensors(self, rank: int | None = None) -> dict[str, Any]:
-        """The tensors of the state by name; no object is made."""
+        """The tensors of the state by name; no object is made.
+
+        Raises:
+            Error: INVALID_ARGUMENT where two have one name.
+        """
         import torch
 
-        return {name: leaf for name, leaf in leaves(self.state(rank)) if isinstance(leaf, torch.Tensor)}
+        found: dict[str, Any] = {}
+        for name, leaf in leaves(self.state(rank)):
+            if isinstance(leaf, torch.Tensor) and found.setdefault(name, leaf) is not leaf:
+                raise Error("INVALID_ARGUMENT", f"load {name} of {self.path}: {TWICE}")
+        return found
 
 
 def leaves(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
