@@ -110,16 +110,18 @@ def manifests_of(path: str | os.PathLike[str]) -> list[str]:
 def remove_file(path: str | os.PathLike[str]) -> None:
     """Removes a file, durably, and then the manifests beside it. Does nothing where none is.
 
+    Of a symbolic link the link alone is removed, as by `os.remove`.
+
     A save of it that is under way will put it there again.
 
     Raises:
         Error: of the system; FAILED_PRECONDITION for a directory.
     """
-    _native.remove_file(*_split(path, "remove"))
+    _native.remove_file(*_split(path, "remove", follow=False))
 
 
-def _split(path: str | os.PathLike[str], operation: str) -> tuple[str, str]:
-    """The directory and the name of a file; a link at the path is followed, as torch.save does."""
+def _split(path: str | os.PathLike[str], operation: str, follow: bool = True) -> tuple[str, str]:
+    """The directory and the name of a file; `follow`: of the one that a link at the path leads to, as torch.save does."""
     if not isinstance(path, (str, bytes, os.PathLike)):
         raise Error(
             "INVALID_ARGUMENT",
@@ -128,7 +130,7 @@ def _split(path: str | os.PathLike[str], operation: str) -> tuple[str, str]:
         )
     text = directories.local_path(path, operation)
     full = directories.absolute_path(text, operation)
-    if os.path.islink(full):
+    if follow and os.path.islink(full):
         full = os.path.realpath(full)
     directory, name = os.path.split(full)
     if not name or text.endswith(os.sep):

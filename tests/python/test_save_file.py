@@ -369,6 +369,20 @@ def test_names_of_every_kind_are_taken(tmp_path: Path, monkeypatch: pytest.Monke
     assert os.path.islink("link.pt") and torch.load("deep/er/x.pt") == 2
 
 
+def test_the_removal_of_a_link_leaves_its_target(tmp_path: Path) -> None:
+    target, link = tmp_path / "epoch-3.pt", tmp_path / "last.pt"
+    saved(1, target)
+    link.symlink_to("epoch-3.pt")
+    holdfast.remove_file(link)
+    assert not link.is_symlink() and torch.load(target) == 1
+    assert holdfast.verify(target)["checked"].startswith("XXH3-128")
+    (tmp_path / "directory").symlink_to(".")
+    holdfast.remove_file(tmp_path / "directory")
+    holdfast.remove_file(link)  # nothing is there
+    holdfast.remove_file(target)
+    assert os.listdir(tmp_path) == []
+
+
 def test_the_handle_is_that_of_a_save(tmp_path: Path) -> None:
     save = holdfast.save_file({"x": torch.ones(3)}, tmp_path / "x.pt", step=7)
     assert save.step == 7 and save.path == str(tmp_path / "x.pt")

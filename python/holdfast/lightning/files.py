@@ -113,7 +113,4 @@ def remove(path: str) -> None:
         if os.path.isdir(path) and not os.path.islink(path):
             directories.remove(path)
             return
-        if os.path.islink(path):
-            os.unlink(path)
-            return
     remove_file(path)
