@@ -219,6 +219,24 @@ def test_tensors_alone_have_the_names_that_show_prints(tmp_path: Path) -> None:
     assert holdfast.load(tmp_path / "holdfast").keys() == torch.load(tmp_path / "torch").keys() == {"optimizer.0.m"}
 
 
+@pytest.mark.parametrize("layout", ["holdfast", "hf"])
+def test_further_files_come_along_or_are_named(tmp_path: Path, layout: Any) -> None:
+    files = {"config.json": b'{"layers": 2}', "empty": b""}
+    if layout == "holdfast":  # names that the other layout has for files of its own
+        files.update({"model.safetensors": b"1", "model.safetensors.index.json": b"2"})
+    model = {"a": torch.ones(400), "b": torch.zeros(400)}
+    holdfast.save(model, tmp_path / "from", files=files, layout=layout, shard_bytes_max=1600)
+    (tmp_path / "to").mkdir()
+    plain, file = each(["convert", tmp_path / "from", tmp_path / "to" / "plain"], ["convert", tmp_path / "from", tmp_path / "x.pt"])
+    assert (plain.status, plain.error, file.status) == (0, "", 0), (plain, file)
+    assert file.error.count("\n") == 1 and f"files {', '.join(files)}, which" in file.error
+    assert holdfast.open(tmp_path / "to" / "plain").files() == files
+    assert "model.safetensors" in os.listdir(tmp_path / "to" / "plain")
+    own = (tmp_path / "to" / "plain" / "model-00000-of-00001.safetensors").exists()
+    assert own == (layout == "holdfast")
+    assert command("diff", tmp_path / "from", tmp_path / "to" / "plain", torch=False).status == 0
+
+
 def _views() -> dict[str, torch.Tensor]:
     """Whose memory has other elements than they have."""
     return {"conj": torch.tensor([1 + 2j, 3]).conj(), "neg": torch._neg_view(torch.arange(6.0).reshape(2, 3).t())}

@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 import signal
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -88,14 +89,26 @@ def run(arguments: argparse.Namespace) -> int:
         )
     _check(state, kind)
     step = arguments.step if arguments.step is not None else source.facts.get("step", 0)
+    files = source.contents()
     with _beside(target) as written:
-        _WRITERS[kind](state, written, step)
-        result = sources.open_source(written).state(0 if kind == "holdfast" else None, arguments.allow)
-        _compare(state, result, target)
+        if kind == "holdfast":
+            _holdfast(state, written, step, files, source.layout)
+        else:
+            _WRITERS[kind](state, written, step)
+        result = sources.open_source(written)
+        _compare(state, result.state(0 if kind == "holdfast" else None, arguments.allow), target)
+        if kind == "holdfast" and result.files() != source.files():
+            raise Error("DATA_LOSS", f"convert to {target}: its further files are not as in the source; please report this")
         _check_free(target, kind)
+    if files and kind != "holdfast":
+        _note(target, f"without the further files of {source.path}, which {kind} does not hold: {', '.join(files)}")
     nbytes = sum(leaf.numel() * leaf.itemsize for _, leaf in sources.leaves(state) if _is_tensor(leaf))
     text.lines([f"{target}: {kind}, {text.size(nbytes)} of tensors; read back and compared"])
     return 0
+
+
+def _note(target: str, left_out: str) -> None:
+    print(text.printable(f"holdfast convert: {target} is {left_out}"), file=sys.stderr)
 
 
 @contextlib.contextmanager
@@ -273,11 +286,11 @@ def _beside(target: str) -> Iterator[str]:
 # ---- Writing.
 
 
-def _holdfast(state: Any, path: str, step: int) -> None:
+def _holdfast(state: Any, path: str, step: int, files: dict[str, bytes], layout: Any) -> None:
     import holdfast
 
     holdfast.configure(arena_bytes=_ARENA_BYTES)
-    save = holdfast.save_async(state, path, step=step)
+    save = holdfast.save_async(state, path, step=step, files=files, layout=layout)
     try:
         save.wait()
     except BaseException:
@@ -336,4 +349,4 @@ def _write_safetensors(state: Any, file: Any) -> None:
             file.write((ctypes.c_char * memory.nbytes).from_address(memory.data_ptr()))
 
 
-_WRITERS = {"holdfast": _holdfast, "dcp": _dcp, "torch": _torch, "safetensors": _safetensors}
+_WRITERS = {"dcp": _dcp, "torch": _torch, "safetensors": _safetensors}

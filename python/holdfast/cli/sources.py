@@ -20,6 +20,9 @@ from holdfast.errors import Error, counted, of_system
 
 _OWN = "holdfast:"
 _FILE = _OWN + "file:"
+# Of layout="hf": its only file or first shard, where the other layout counts ranks from 0; and the index.
+_HF_FILES = ("model.safetensors", "model-00001-of-")
+_HF_INDEX = _FILE + "model.safetensors.index.json"
 
 TWICE = "two entries have this name, as of the keys a.b and a, b; rename one in the state"
 
@@ -76,6 +79,7 @@ class Source:
 
     Attributes:
         path, format: where and what it is: "holdfast", "dcp", "safetensors" or "torch".
+        layout: of a plain checkpoint, as of `holdfast.save_async`.
         facts: step, saved_at, world_size, attempt and parent, as far as they are recorded.
     """
 
@@ -84,6 +88,10 @@ class Source:
     def __init__(self, path: str) -> None:
         self.path = path
         self.facts: dict[str, Any] = {}
+
+    @property
+    def layout(self) -> str:
+        return "holdfast"
 
     def parts(self) -> list[Part]:
         """The tensors as users named them."""
@@ -103,6 +111,10 @@ class Source:
 
     def files(self) -> dict[str, snapshots.Digest | None]:
         """Digests of the further files by name; None for an empty one."""
+        return {}
+
+    def contents(self) -> dict[str, bytes]:
+        """The further files by name."""
         return {}
 
     def state(self, rank: int | None = None, allow: Iterable[str] = ()) -> Any:
@@ -287,13 +299,28 @@ class _Holdfast(Source):
             if name not in part.tensors
         }
 
-    def files(self) -> dict[str, snapshots.Digest | None]:
+    @property
+    def layout(self) -> str:
+        files = {tensor.file for name, tensor in self._all[0].tensors.items() if not name.startswith(_OWN)}
+        is_hf = self.facts["world_size"] == 1 and any(file.startswith(_HF_FILES) for file in files)
+        return "hf" if is_hf else "holdfast"
+
+    def _further(self) -> dict[str, tuple[Part, str]]:
+        """The part and the entry of each further file. The index of shards is none: it follows from the tensors."""
+        index = _HF_INDEX if self.layout == "hf" else ""
         return {
-            name.removeprefix(_FILE): (part.digests or {}).get(name, {}).get(name)
+            name.removeprefix(_FILE): (part, name)
             for part in self._all
             for name in part.tensors
-            if name.startswith(_FILE)
+            if name.startswith(_FILE) and name != index
         }
+
+    def files(self) -> dict[str, snapshots.Digest | None]:
+        return {file: (part.digests or {}).get(name, {}).get(name) for file, (part, name) in self._further().items()}
+
+    def contents(self) -> dict[str, bytes]:
+        stored = {file: part.tensors[name] for file, (part, name) in self._further().items()}
+        return {file: entry.read(0, entry.nbytes) for file, entry in stored.items()}
 
     def _checkpoint(self, rank: int | None) -> Any:
         from holdfast import loading
