@@ -237,6 +237,14 @@ def test_further_files_come_along_or_are_named(tmp_path: Path, layout: Any) -> N
     assert command("diff", tmp_path / "from", tmp_path / "to" / "plain", torch=False).status == 0
 
 
+def test_a_launchers_environment_makes_no_difference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = write(tmp_path / "x.pt", {"w": torch.ones(2)})
+    for name, value in (("WORLD_SIZE", "8"), ("RANK", "3")):
+        monkeypatch.setenv(name, value)
+    runs = each(*(["convert", "--to", to, source, tmp_path / to] for to in ("holdfast", "dcp")))
+    assert [(run.status, run.error) for run in runs] == [(0, "")] * 2, runs
+
+
 def _views() -> dict[str, torch.Tensor]:
     """Whose memory has other elements than they have."""
     return {"conj": torch.tensor([1 + 2j, 3]).conj(), "neg": torch._neg_view(torch.arange(6.0).reshape(2, 3).t())}

@@ -290,7 +290,8 @@ def _holdfast(state: Any, path: str, step: int, files: dict[str, bytes], layout:
     import holdfast
 
     holdfast.configure(arena_bytes=_ARENA_BYTES)
-    save = holdfast.save_async(state, path, step=step, files=files, layout=layout)
+    # Alone, whatever a launcher has put into the environment.
+    save = holdfast.save_async(state, path, step=step, files=files, layout=layout, rank=0, world_size=1)
     try:
         save.wait()
     except BaseException:
