@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import os
 import pickle
 import signal
@@ -13,6 +14,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -22,6 +24,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 import holdfast
 import holdfast.dcp
+from holdfast.cli import exact
 
 MIB = 1 << 20
 ATTEMPT = "00112233445566778899aabbccddeeff"
@@ -338,6 +341,42 @@ def test_objects_are_made_only_as_allowed(tmp_path: Path) -> None:
     assert not (tmp_path / "x.pt").exists()
     assert runs[3].status == 0 and runs[4].status == 0
     assert holdfast.load(copy, allow=[argparse.Namespace])["args"].lr == 0.1
+
+
+def test_objects_are_compared_by_what_they_consist_of(tmp_path: Path) -> None:
+    """And not by their repr, which has addresses, or leaves elements out."""
+    values = {
+        "generator": torch.Generator().manual_seed(5),
+        "namespace": argparse.Namespace(rates=numpy.arange(5000.0), tags={"a", "b", "c", "d"}),
+        "set": {7, 15, "x", (1, 2)},
+        "nan": float("nan"),
+    }
+    allow = [option for name in ("torch._C:Generator", "argparse:Namespace") for option in ("--allow", name)]
+    (tmp_path / "to").mkdir()
+    write(tmp_path / "plain", values)
+    plain, as_dcp = each(["convert", *allow, tmp_path / "plain", tmp_path / "to" / "plain"],
+                         ["convert", *allow, "--to", "dcp", tmp_path / "plain", tmp_path / "to" / "dcp"])  # fmt: skip
+    assert [plain.status, as_dcp.status] == [0, 0], (plain, as_dcp)
+
+
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [
+        (numpy.zeros(5000), numpy.zeros(5000) + numpy.eye(1, 5000, 2500)[0]),
+        (argparse.Namespace(x=numpy.zeros(5000)), argparse.Namespace(x=numpy.eye(1, 5000, 2500)[0])),
+        (True, 1), (1, 1.0), (0.0, -0.0), ({1}, {True}), ({1}, frozenset({1})), (Counter(a=1), {"a": 1}),
+        (torch.Generator().manual_seed(1), torch.Generator().manual_seed(2)), ((1, 2), [1, 2]), (torch.float16, "torch.float16"),
+    ],
+)  # fmt: skip
+def test_values_that_differ_have_other_texts(a: Any, b: Any) -> None:
+    assert exact.text(a) != exact.text(b)
+    assert exact.text(a) == exact.text(copy.deepcopy(a) if not isinstance(a, torch.Generator) else a.clone_state())
+
+
+def test_an_object_that_contains_itself_has_a_text() -> None:
+    around = argparse.Namespace(x=[1])
+    around.x.append(around)
+    assert exact.text(around) == exact.text(copy.deepcopy(around))
 
 
 def test_a_rank_of_several_is_chosen(tmp_path: Path) -> None:

@@ -220,11 +220,12 @@ def _by_name(state: Any) -> dict[str, list[Any]]:
 
 
 def _same(a: Any, b: Any) -> bool:
+    from holdfast.cli import exact
     from holdfast.cli.framework_sources import same
 
-    if not _is_tensor(a):
-        return type(a) is type(b) and repr(a) == repr(b)
-    return _is_tensor(b) and same(a, b)
+    if _is_tensor(a) and _is_tensor(b):
+        return same(a, b)
+    return exact.text(a) == exact.text(b)
 
 
 # ---- Where the result goes.
