@@ -287,8 +287,10 @@ def test_sparse_tensors_are_converted_and_quantized_ones_refused(tmp_path: Path)
 
 def test_a_tensor_without_memory_is_converted_to_a_file_and_refused_elsewhere(tmp_path: Path) -> None:
     source = write(tmp_path / "m.pt", {"w": torch.ones(3), "m": torch.empty(5, device="meta")})
-    runs = each(*(["convert", "--to", to, source, tmp_path / to] for to in ("torch", "holdfast", "dcp")))
+    runs = each(*(["convert", "--to", to, source, tmp_path / to] for to in ("torch", "holdfast", "dcp", "safetensors")),
+                ["diff", "--read", source, source])  # fmt: skip
     assert runs[0].status == 0, runs
+    refused(runs.pop(), "meta device")
     assert torch.load(tmp_path / "torch")["m"].is_meta
     for run in runs[1:]:
         refused(run, " m: ", "meta")

@@ -173,6 +173,7 @@ def _not_in_safetensors(leaf: Any) -> str:
     import torch
 
     from holdfast import _dtypes
+    from holdfast._tensor_kinds import why_no_data
 
     if not _is_tensor(leaf):
         return (
@@ -182,7 +183,7 @@ def _not_in_safetensors(leaf: Any) -> str:
         return f"a {type(leaf).__name__} of layout {leaf.layout} is not an ordinary tensor"
     if _dtypes.file_name(leaf.dtype) not in _DTYPES:
         return f"safetensors has no dtype {leaf.dtype}"
-    return ""
+    return why_no_data(leaf) or ""
 
 
 def _not_for_weights_only(leaf: Any) -> str:

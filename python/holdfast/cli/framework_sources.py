@@ -30,8 +30,12 @@ from holdfast.errors import Error, of_system
 
 
 def _bytes_of(tensor: torch.Tensor, begin: int, nbytes: int) -> bytes:
-    if tensor.layout != torch.strided or tensor.is_quantized:
-        kind = "quantized tensor" if tensor.is_quantized else f"tensor of layout {tensor.layout}"
+    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
+        kind = (
+            "quantized tensor" if tensor.is_quantized
+            else "tensor on the meta device, which has no data" if tensor.is_meta
+            else f"tensor of layout {tensor.layout}"
+        )  # fmt: skip
         raise Error("UNIMPLEMENTED", f"read a {kind}: only ordinary tensors are compared")
     memory = in_memory(tensor)
     return ctypes.string_at(memory.data_ptr() + begin, nbytes) if nbytes else b""
