@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from command_line import each, refused
 
 import holdfast
-from holdfast import _state
+from holdfast import _plain, _state
 
 
 def _far(layout: str) -> torch.Tensor:
@@ -53,3 +54,23 @@ def test_a_tensor_outside_of_its_entry(place: dict[str, Any], tmp_path: Path, mo
         with pytest.raises(holdfast.Error, match="load a: .* ends outside") as error:
             holdfast.load(tmp_path / "s", into=into)
         assert error.value.code == "DATA_LOSS" and time.monotonic() - begun < 10
+
+
+_TWICE = [[{"kind": "deep", "index": at}] * 2 for at in range(1, 31)]
+
+
+@pytest.mark.parametrize("deep", [[{"kind": "deep", "index": 0}], [*_TWICE, 1]])
+def test_a_description_that_contains_itself(deep: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    node_of = _state.Outline.node
+
+    def crafted(self: Any, path: str) -> Any:
+        node = node_of(self, path)
+        return {"kind": "deep", "index": 0} if path == "a" else node
+
+    monkeypatch.setattr(_state, "_recent", collections.deque(maxlen=1))
+    monkeypatch.setattr(_state.Outline, "node", crafted)
+    monkeypatch.setattr(_state, "_encode", lambda value: _plain.encode({**value, "deep": deep} if "root" in value else value))
+    holdfast.save_async({"a": torch.zeros(2)}, tmp_path / "s").wait(60)
+    path = tmp_path / "s"
+    for done in each(["show", "--values", path], ["diff", path, path], ["convert", path, tmp_path / "x.pt"]):
+        refused(done, "load a", "its description contains itself")

@@ -13,6 +13,8 @@ import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from holdfast.errors import Error
+
 _TENSOR_KINDS = ("tensor", "dtensor", "sparse", "subclass", "ndarray")
 _MAPPING_KINDS = ("dict", "ordered_dict", "counter", "default_dict", "user_dict", "mapping_proxy", "namespace")
 
@@ -76,11 +78,15 @@ def _children(node: Any) -> Iterator[tuple[str, Any]]:
 def _leaves(structure: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     """Name and node of each plain value, object and tensor, in the order of the state."""
     stack = [iter([("", structure["root"])])]
+    seen: set[int] = set()
     while stack:
         path, node = next(stack[-1], (None, None))
         if path is None:
             stack.pop()
-        elif isinstance(node, dict) and node["kind"] == "deep":  # its node stands beside the root
+        elif isinstance(node, dict) and node["kind"] == "deep":  # its node stands beside the root, and is the value of one alone
+            if node["index"] in seen:
+                raise Error("DATA_LOSS", f"load {path or 'state'}: its description contains itself")
+            seen.add(node["index"])
             stack.append(iter([(path, structure["deep"][node["index"]])]))
         elif _is_tensor(node):
             yield path, node
