@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+import zipfile
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -300,10 +301,29 @@ def test_a_tensor_without_memory_is_converted_to_a_file_and_refused_elsewhere(tm
 def test_nested_tensors_are_refused_for_every_format(tmp_path: Path) -> None:
     source = tmp_path / "n.pt"
     torch.save({"n": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])}, source)
-    runs = each(*(["convert", "--to", to, source, tmp_path / to] for to in ("holdfast", "dcp", "torch", "safetensors")))
+    runs = each(*(["convert", "--to", to, source, tmp_path / to] for to in ("holdfast", "dcp", "torch", "safetensors")),
+                ["show", source])  # fmt: skip
     for run in runs:
-        refused(run, "convert n: nested tensors", "unbind()")
+        refused(run, " n: nested tensors", "unbind()")
     assert os.listdir(tmp_path) == ["n.pt"]
+
+
+@pytest.mark.parametrize("to", ["holdfast", "dcp", "safetensors"])
+def test_a_name_that_is_no_text_is_refused(tmp_path: Path, to: str) -> None:
+    source = write(tmp_path / "x.pt", {"\ud800": torch.ones(2)})
+    refused(command("convert", "--to", to, source, tmp_path / "y"), " \\ud800: the name is not UTF-8")
+
+
+def test_a_pickle_that_is_damaged_is_one_line(tmp_path: Path) -> None:
+    """Python raises many kinds of exceptions there."""
+    pickles = (b"\x80\x02.", b"\x80\x02J\x01", b"\x80\x02NNR.", b"\x80\x02Q.", b"\x80\x02N\x85b.", b"")
+    for number, data in enumerate(pickles):
+        with zipfile.ZipFile(tmp_path / f"{number}.pt", "w") as file:
+            for name, content in (("data.pkl", data), ("version", b"3\n"), ("byteorder", b"little")):
+                file.writestr(f"archive/{name}", content)
+    paths = [tmp_path / f"{number}.pt" for number in range(len(pickles))]
+    for path, done in zip(paths, each(*(["show", path] for path in paths)), strict=True):
+        refused(done, f"load {path}: ")
 
 
 def test_a_dcp_checkpoint_is_compared_with_what_torch_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

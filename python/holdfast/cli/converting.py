@@ -149,10 +149,13 @@ def _check(state: Any, kind: str) -> None:
         raise Error("INVALID_ARGUMENT", f"convert: the state is a {type(state).__name__}, and {kind} holds dicts alone")
     import torch
 
+    from holdfast import _plain
     from holdfast._tensor_kinds import NESTED, QUANTIZED
 
     seen = set()
     for name, leaf in sources.leaves(state):
+        if kind in ("dcp", "safetensors"):  # Holdfast tells of it, and torch.save takes it
+            _plain.check_text(name, f"convert {name}")
         reason = ""
         if _is_tensor(leaf) and leaf.is_quantized:
             reason = QUANTIZED

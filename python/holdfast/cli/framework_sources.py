@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.futures import Future
 
 from holdfast import _dtypes, _names, snapshots
-from holdfast._tensor_kinds import QUANTIZED, as_bytes, in_memory, same_bytes, sparse_parts
+from holdfast._tensor_kinds import NESTED, QUANTIZED, as_bytes, in_memory, same_bytes, sparse_parts
 from holdfast.cli import exact, places, scratch, sources
 from holdfast.cli.sources import Part, Source, Tensor
 from holdfast.dcp import StorageReader
@@ -96,6 +96,12 @@ def framework_errors(operation: str) -> Iterator[None]:
         raise reason if is_own else Error("UNKNOWN", f"{operation}: {reason}") from error
 
 
+def _shape(name: str, tensor: torch.Tensor) -> tuple[int, ...]:
+    if tensor.is_nested and tensor.layout == torch.strided:
+        raise Error("UNIMPLEMENTED", f"load {name}: {NESTED}")
+    return tuple(tensor.shape)
+
+
 class TorchFile(Source):
     format = "torch"
 
@@ -106,7 +112,7 @@ class TorchFile(Source):
     def parts(self) -> list[Part]:
         tensors = {
             name: Tensor(
-                name, _dtypes.file_name(value.dtype), tuple(value.shape), value.numel() * value.itemsize,
+                name, _dtypes.file_name(value.dtype), _shape(name, value), value.numel() * value.itemsize,
                 os.path.basename(self.path), functools.partial(_bytes_of, value),
             )
             for name, value in self._leaves.items()
@@ -128,8 +134,10 @@ class TorchFile(Source):
                 f"load {self.path}: {reason.strip().partition('. Please use')[0]}; only tensors, plain values and containers "
                 "are read: save the state_dict() of an object",
             ) from error
-        except (RuntimeError, ValueError, EOFError, KeyError, AttributeError) as error:
-            raise Error("DATA_LOSS", f"load {self.path}: {str(error).splitlines()[0]}") from error
+        except (OSError, MemoryError):
+            raise
+        except Exception as error:  # of any kind: nothing proves the bytes of the pickle
+            raise Error("DATA_LOSS", f"load {self.path}: {(str(error) or repr(error)).splitlines()[0]}") from error
 
 
 class Dcp(Source):
