@@ -241,6 +241,13 @@ def test_further_files_come_along_or_are_named(tmp_path: Path, layout: Any) -> N
     assert command("diff", tmp_path / "from", tmp_path / "to" / "plain", torch=False).status == 0
 
 
+def test_a_rank_of_what_has_none_is_refused(tmp_path: Path) -> None:
+    for name in TARGETS[1:]:
+        write(tmp_path / name, {"w": torch.ones(2)})
+    for run in each(*(["convert", "--rank", "3", tmp_path / name, tmp_path / "x"] for name in TARGETS[1:])):
+        refused(run, "leave --rank out")
+
+
 def test_a_launchers_environment_makes_no_difference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = write(tmp_path / "x.pt", {"w": torch.ones(2)})
     for name, value in (("WORLD_SIZE", "8"), ("RANK", "3")):

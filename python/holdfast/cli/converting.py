@@ -82,6 +82,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise Error("NOT_FOUND", f"convert to {target}: its directory does not exist; make it first")
     _check_free(target, kind)
     source = sources.open_source(arguments.source)
+    if arguments.rank is not None and not source.has_ranks:
+        raise Error("INVALID_ARGUMENT", f"convert {source.path}: no rank has a part of its own there; leave --rank out")
     _verify(source.path)
     with _own_options():
         state = (

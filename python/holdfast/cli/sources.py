@@ -93,6 +93,11 @@ class Source:
     def layout(self) -> str:
         return "holdfast"
 
+    @property
+    def has_ranks(self) -> bool:
+        """Whether the state of one rank can be read."""
+        return False
+
     def parts(self) -> list[Part]:
         """The tensors as users named them."""
         raise NotImplementedError
@@ -305,6 +310,11 @@ class _Holdfast(Source):
         is_hf = self.facts["world_size"] == 1 and any(file.startswith(_HF_FILES) for file in files)
         return "hf" if is_hf else "holdfast"
 
+    @property
+    def has_ranks(self) -> bool:
+        """False for a checkpoint that the C++ library has saved: it has no structure."""
+        return any(_OWN + "structure" in part.tensors for part in self._all)
+
     def _further(self) -> dict[str, tuple[Part, str]]:
         """The part and the entry of each further file. The index of shards is none: it follows from the tensors."""
         index = _HF_INDEX if self.layout == "hf" else ""
@@ -335,7 +345,7 @@ class _Holdfast(Source):
     def state(self, rank: int | None = None, allow: Iterable[str] = ()) -> Any:
         from holdfast.cli import scratch
 
-        if not any(_OWN + "structure" in part.tensors for part in self._all):
+        if not self.has_ranks:
             return self._mapped()
         with scratch.Memory(scratch_directory):
             return self._checkpoint(rank).state(allow)
@@ -343,13 +353,13 @@ class _Holdfast(Source):
     def tensors(self, rank: int | None = None) -> dict[str, Any]:
         from holdfast.cli import scratch
 
-        if not any(_OWN + "structure" in part.tensors for part in self._all):
+        if not self.has_ranks:
             return self._mapped()
         with scratch.Memory(scratch_directory):
             return dict(self._checkpoint(rank))
 
     def _mapped(self) -> dict[str, Any]:
-        """The tensors of a checkpoint that the C++ library has saved: it has no structure."""
+        """The tensors of a checkpoint without a structure."""
         from holdfast.cli import scratch
 
         files = sorted({tensor.file for part in self._all for tensor in part.tensors.values()})
