@@ -241,6 +241,18 @@ def test_further_files_come_along_or_are_named(tmp_path: Path, layout: Any) -> N
     assert command("diff", tmp_path / "from", tmp_path / "to" / "plain", torch=False).status == 0
 
 
+def test_empty_dicts_that_dcp_does_not_store_are_named(tmp_path: Path) -> None:
+    contents = {"optimizer": {"state": {}, "groups": [{"lr": torch.ones(1)}, {}], "empty": []}, "pair": ({}, 1)}
+    source = write(tmp_path / "x.pt", contents)
+    as_dcp, plain = each(["convert", "--to", "dcp", source, tmp_path / "dcp"], ["convert", source, tmp_path / "plain"])
+    assert (as_dcp.status, plain.status, plain.error) == (0, 0, ""), (as_dcp, plain)
+    said = f"holdfast convert: {tmp_path}/dcp lacks the empty dicts optimizer.state, optimizer.groups.1, which DCP does not store\n"
+    assert as_dcp.error == said
+    (back,) = each(["convert", tmp_path / "dcp", tmp_path / "back.pt"])
+    found = torch.load(tmp_path / "back.pt")
+    assert found == {"optimizer": {"groups": [{"lr": torch.ones(1)}], "empty": []}, "pair": ({}, 1)}, back
+
+
 def test_a_rank_of_what_has_none_is_refused(tmp_path: Path) -> None:
     for name in TARGETS[1:]:
         write(tmp_path / name, {"w": torch.ones(2)})

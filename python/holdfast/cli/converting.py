@@ -103,14 +103,25 @@ def run(arguments: argparse.Namespace) -> int:
             raise Error("DATA_LOSS", f"convert to {target}: its further files are not as in the source; please report this")
         _check_free(target, kind)
     if files and kind != "holdfast":
-        _note(target, f"without the further files of {source.path}, which {kind} does not hold: {', '.join(files)}")
+        _note(target, f"the further files {', '.join(files)}, which {kind} does not hold")
+    if kind == "dcp" and (empty := list(_empty_dicts(state))):
+        _note(target, f"the empty dicts {', '.join(empty)}, which DCP does not store")
     nbytes = sum(leaf.numel() * leaf.itemsize for _, leaf in sources.leaves(state) if _is_tensor(leaf))
     text.lines([f"{target}: {kind}, {text.size(nbytes)} of tensors; read back and compared"])
     return 0
 
 
 def _note(target: str, left_out: str) -> None:
-    print(text.printable(f"holdfast convert: {target} is {left_out}"), file=sys.stderr)
+    print(text.printable(f"holdfast convert: {target} lacks {left_out}"), file=sys.stderr)
+
+
+def _empty_dicts(value: Any, path: tuple[str, ...] = ()) -> Iterator[str]:
+    """The names of empty dicts in what DCP's planner flattens."""
+    if isinstance(value, dict) and not value:
+        yield ".".join(path)
+    elif isinstance(value, (dict, list)):
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _empty_dicts(item, (*path, str(key)))
 
 
 @contextlib.contextmanager
