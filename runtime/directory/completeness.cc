@@ -62,9 +62,11 @@ void ReadAttempts(int directory, const ReadCheckpointOptions& options, Checkpoin
   // Manifests without an attempt in their name are grouped under 0.
   std::map<std::pair<uint64_t, uint64_t>, Attempt> attempts;
   for (const std::string& name : out->names) {
-    // A framework's record announces manifests even if all manifests are missing.
+    // A record announces manifests even if all manifests are missing.
     if (const auto recorded = format::ParseCommitRecordName(name)) {
       attempts[{recorded->high, recorded->low}].id = recorded;
+    } else if (name == layout::kCommitRecordName) {
+      attempts.try_emplace({0, 0});
     }
     const auto identity = format::ParseManifestName(name);
     if (!identity.has_value()) continue;

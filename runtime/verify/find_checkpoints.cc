@@ -4,8 +4,11 @@
 #include <string>
 #include <vector>
 
+#include "absl/strings/ascii.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/string_view.h"
+#include "absl/strings/strip.h"
 #include "holdfast/verify.h"
 #include "runtime/base/status.h"
 #include "runtime/directory/entries.h"
@@ -25,10 +28,17 @@ bool EndsWithAny(const std::string& name, const std::array<const char*, kCount>&
                      [&name](const char* suffix) { return absl::EndsWith(name, suffix); });
 }
 
+/// True for ".metadata" and "__RANK.metadata".
+bool IsDcpMetadata(absl::string_view name) {
+  if (!absl::ConsumeSuffix(&name, ".metadata")) return false;
+  if (name.empty()) return true;
+  return absl::ConsumePrefix(&name, "__") && !name.empty() &&
+         std::all_of(name.begin(), name.end(), absl::ascii_isdigit);
+}
+
 /// True for a file that only a checkpoint's own directory holds.
 bool MarksCheckpoint(const std::string& name) {
-  constexpr std::array<const char*, 2> kOfFramework = {".metadata", ".distcp"};
-  return format::IsCommitFile(name) || EndsWithAny(name, kOfFramework);
+  return format::IsCommitFile(name) || IsDcpMetadata(name) || absl::EndsWith(name, ".distcp");
 }
 
 /// True for a file that Verify checks by itself; a run's directory may hold such a file, too.

@@ -6,6 +6,8 @@
 #include <filesystem>
 
 #include "absl/strings/str_replace.h"
+#include "absl/time/time.h"
+#include "holdfast/checkpointer.h"
 #include "holdfast/load.h"
 #include "holdfast/verify.h"
 #include "runtime/sys/system.h"
@@ -15,6 +17,7 @@
 namespace holdfast {
 namespace {
 
+using ::testing::ElementsAre;
 using testing::FlipBit;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
@@ -337,6 +340,46 @@ TEST_F(VerifyCheckpoint, AnOrphanOfASaveIsIncomplete) {
   const VerifyReport report = Verified(Path(model_));
   EXPECT_EQ(report.verdict, Verdict::kIncomplete);
   EXPECT_EQ(report.faults[0].reason, "manifest");
+}
+
+TEST_F(VerifyCheckpoint, ACommitRecordAloneIsIncomplete) {
+  CheckpointerOptions options;
+  options.directory = scratch_.path();
+  options.staging.arena_bytes = 16u << 20;
+  options.launcher = Launcher::kThread;
+  const auto checkpointer = Checkpointer::Create(options);
+  ASSERT_TRUE(checkpointer.ok()) << checkpointer.status();
+  const TrainingState state = TrainingState::Uniform(2, 10'000, 16);
+  // The file has no attempt id: in itself it is as any safetensors file.
+  const auto plan = PlanSafetensors("model.safetensors", state.Sources(), {});
+  ASSERT_TRUE(plan.ok()) << plan.status();
+  const auto handle = (*checkpointer)->SaveAsync({.name = "step-7", .plan = &*plan});
+  ASSERT_TRUE(handle.ok()) << handle.status();
+  ASSERT_TRUE(handle->WaitDurable(absl::Minutes(2)).ok());
+  const std::string path = scratch_.path() + "/step-7";
+  EXPECT_EQ(Verified(path).verdict, Verdict::kSound);
+  std::filesystem::remove(path + "/" + manifest_);
+  FlipBit(path + "/model.safetensors", 9000);
+  const VerifyReport report = Verified(path);
+  EXPECT_EQ(report.verdict, Verdict::kIncomplete) << report.note;
+  ASSERT_FALSE(report.faults.empty());
+  EXPECT_THAT(report.faults[0].file + report.faults[0].expected, HasSubstr("manifest"));
+}
+
+TEST_F(VerifyCheckpoint, OnlyMetadataOfDcpMarksACheckpoint) {
+  for (const char* other : {"model.safetensors.metadata", "notes.metadata", "__x.metadata"}) {
+    const std::string run = scratch_.path() + "/" + other + ".d";
+    std::filesystem::create_directories(run + "/step-7");
+    WriteRank(run + "/step-7", {}, TrainingState::Uniform(1, 1000, 1).Sources());
+    WriteFileBytes(run + "/" + other, "x");
+    EXPECT_THAT(FindCheckpoints(run).checkpoints, ElementsAre(run + "/step-7")) << other;
+  }
+  for (const char* of_dcp : {".metadata", "__3.metadata"}) {
+    const std::string run = scratch_.path() + "/run" + of_dcp;
+    std::filesystem::create_directories(run + "/step-7");
+    WriteFileBytes(run + "/" + of_dcp, "x");
+    EXPECT_THAT(FindCheckpoints(run).checkpoints, ElementsAre(run)) << of_dcp;
+  }
 }
 
 TEST_F(VerifyCheckpoint, WhatCannotBeReadIsUnreadable) {
