@@ -104,8 +104,10 @@ class Settling {
     HOLDFAST_ASSIGN_OR_RETURN(const directory::Entry standing, Entry(save.file));
     HOLDFAST_ASSIGN_OR_RETURN(const directory::Entry manifest,
                               Entry(NameOf(save, CompanionKind::kManifest)));
-    if (standing.kind == EntryKind::kNothing || standing.changed_ns <= manifest.changed_ns)
-      return true;
+    // Both times: the clock may have gone back, and a chmod changes the manifest's second one.
+    const bool is_older =
+        standing.changed_ns <= manifest.changed_ns && standing.modified_ns <= manifest.modified_ns;
+    if (standing.kind == EntryKind::kNothing || is_older) return true;
     // Of two saves that overlap, the older may take the name behind the younger's manifest.
     for (const FileSave& other : saves_) {
       if (other.file != save.file || !other.committed()) continue;

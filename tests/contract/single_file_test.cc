@@ -437,6 +437,12 @@ TEST_P(SingleFileCrash, AFileThatAnotherProgramHasWrittenSinceStays) {
   EXPECT_THAT(recovered.kept_incomplete,
               ElementsAre(HasSubstr("last.pt has changed since; remove one of the two")));
   EXPECT_EQ(ReadFileBytes(path()), other);
+  absl::SleepFor(absl::Milliseconds(20));
+  // Only the time of the inode.
+  std::filesystem::permissions(directory() + "/" + ManifestOf(kSecond),
+                               std::filesystem::perms::owner_read);
+  EXPECT_THAT(Recovered().promoted, IsEmpty());
+  EXPECT_EQ(ReadFileBytes(path()), other);
   std::filesystem::remove(path());
   EXPECT_THAT(Recovered().promoted, ElementsAre(kFile));
   ExpectSound(kSecond);
