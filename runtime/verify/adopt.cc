@@ -188,13 +188,24 @@ absl::Status AdoptFiles(const std::string& directory_path, const std::string& on
     return absl::AlreadyExistsError(
         absl::StrCat("adopt ", directory_path, ": ", name, " is there already"));
   }
-  const std::string checkpoint = directory::SplitPath(directory_path).name;
+  const std::string checkpoint = directory::SplitPath(directory::AbsolutePath(directory_path)).name;
   if (format::IsUncommittedName(checkpoint)) {
     return absl::FailedPreconditionError(absl::StrCat(
         "adopt ", directory_path, ": a save that did not end; it cannot be made complete"));
   }
+  // Before all bytes are read.
+  if (const char* const wrong = format::WrongComponent(checkpoint)) {
+    return absl::FailedPreconditionError(
+        absl::StrCat("adopt ", directory_path, ": the name of its directory: ", wrong));
+  }
   HOLDFAST_ASSIGN_OR_RETURN(const std::vector<std::string> files,
                             FilesToAdopt(fd.get(), directory_path, names, only));
+  for (const std::string& name : files) {
+    if (const char* const wrong = format::WrongDataFileName(name)) {
+      return absl::FailedPreconditionError(
+          absl::StrCat("adopt ", directory_path, ": ", name, ": ", wrong, "; rename or remove it"));
+    }
+  }
   FaultLog log(1);
   ForeignCheck check(fd.get(), &log, ForeignCheck::Unknown::kPassOver);
   for (const std::string& name : files) check.AddFile(name, /*asked_for=*/!only.empty());

@@ -17,6 +17,8 @@ constexpr uint64_t kEndRecordsBytes = 22 + 20 + 56;  // with the zip64 end recor
 constexpr uint64_t kSignatureBytes = 4;
 constexpr uint64_t kWindowBytesMin = 64 << 10;
 constexpr uint64_t kWindowBytesMax = 1 << 20;
+// A directory is read into memory. A sparse file may name one of any length.
+constexpr uint64_t kDirectoryBytesMax = 1 << 30;
 constexpr char kEndSignature[] = "PK\x05\x06";
 constexpr char kLocalSignature[] = "PK\x03\x04";
 constexpr char kRecordSignature[] = "PK\x01\x02";
@@ -162,6 +164,10 @@ class ArchiveWalk {
 
   absl::Status ReadRecords(const format::ZipDirectory& where, uint64_t length, Archive* archive) {
     const uint64_t begin = archive->begin + where.begin;
+    if (where.bytes > kDirectoryBytesMax) {
+      return absl::DataLossError(absl::StrCat("zip: a directory of ", where.bytes,
+                                              " bytes, at most ", kDirectoryBytesMax));
+    }
     if (where.bytes > 0) {
       // Rejects most false end records before a directory is read into memory.
       HOLDFAST_ASSIGN_OR_RETURN(const std::string first,

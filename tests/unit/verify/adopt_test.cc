@@ -36,7 +36,7 @@ class AdoptTest : public ::testing::Test {
   }
   /// As the reference library would: no attempt id.
   void WriteSafetensors(const std::string& name, const TrainingState& state) const {
-    const auto plan = PlanSafetensors(name, state.Sources(), {});
+    const auto plan = PlanSafetensors("x", state.Sources(), {});
     ASSERT_TRUE(plan.ok());
     std::string content;
     for (const Segment& segment : plan->files[0].segments) {
@@ -50,6 +50,33 @@ class AdoptTest : public ::testing::Test {
   ScratchDirectory scratch_;
   const std::string manifest_ = "rank-00000-of-00001.manifest.json";
 };
+
+TEST_F(AdoptTest, TakesRelativePaths) {
+  const std::filesystem::path before = std::filesystem::current_path();
+  for (const char* path : {".", "./", "one.safetensors"}) {
+    std::filesystem::create_directories(Path("model"));
+    WriteSafetensors("model/one.safetensors", TrainingState::Uniform(1, 1000, 1));
+    std::filesystem::current_path(Path("model"));
+    const absl::Status adopted = Adopt(path);
+    const Verdict verdict = VerdictOf(".");
+    std::filesystem::current_path(before);
+    EXPECT_TRUE(adopted.ok()) << path << ": " << adopted;
+    EXPECT_EQ(verdict, Verdict::kSound) << path;
+    std::filesystem::remove_all(Path("model"));
+  }
+}
+
+TEST_F(AdoptTest, RefusesNamesThatNoManifestMayHoldBeforeItReads) {
+  WriteSafetensors("one.safetensors", TrainingState::Uniform(1, 1000, 1));
+  WriteFileBytes(Path("half.tmp"), "x");
+  sys::g_system.pread = [](int, void*, size_t, off_t) -> ssize_t {
+    errno = EIO;
+    return -1;
+  };
+  const absl::Status refused = Adopt(scratch_.path());
+  EXPECT_TRUE(absl::IsFailedPrecondition(refused)) << refused;
+  EXPECT_THAT(std::string(refused.message()), HasSubstr("half.tmp"));
+}
 
 TEST_F(AdoptTest, MakesEveryByteOfADirectoryProvable) {
   WriteSafetensors("a.safetensors", TrainingState::Uniform(5, 2'000'000, 1));

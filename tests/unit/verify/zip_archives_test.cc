@@ -6,6 +6,7 @@
 
 #include <fcntl.h>
 
+#include <algorithm>
 #include <atomic>
 
 #include "runtime/base/unique_fd.h"
@@ -27,18 +28,20 @@ constexpr uint64_t kMiB = uint64_t{1} << 20;
 
 std::atomic<uint64_t> g_bytes_read;
 std::atomic<uint64_t> g_reads;
+std::atomic<uint64_t> g_bytes_max;  // of a read
 
 ssize_t CountingPread(int fd, void* buffer, size_t bytes, off_t offset) {
   const ssize_t got = sys::kKernel.pread(fd, buffer, bytes, offset);
   if (got > 0) g_bytes_read += static_cast<uint64_t>(got);
   ++g_reads;
+  g_bytes_max = std::max<uint64_t>(g_bytes_max, bytes);
   return got;
 }
 
 class ZipArchiveWalk : public ::testing::Test {
  protected:
   void SetUp() override {
-    g_bytes_read = g_reads = 0;
+    g_bytes_read = g_reads = g_bytes_max = 0;
     sys::g_system.pread = CountingPread;
   }
   void TearDown() override { sys::g_system = sys::kKernel; }
@@ -100,6 +103,20 @@ TEST_F(ZipArchiveWalk, EndRecordsOfOneDirectoryAreGivenUp) {
   EXPECT_EQ(found.gaps[0].begin, 0u);
   EXPECT_EQ(found.gaps[0].why.code(), absl::StatusCode::kResourceExhausted);
   ExpectLinear(file);
+}
+
+TEST_F(ZipArchiveWalk, ADirectoryOfAnyLengthIsNotReadIntoMemory) {
+  const std::string path = scratch_.path() + "/sparse.distcp";
+  constexpr uint64_t kBytes = 1088 * kMiB;
+  const base::UniqueFd file(open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0600));
+  const std::string end = EndRecord(0, kBytes);
+  ASSERT_EQ(pwrite(file.get(), "PK\x01\x02", 4, 0), 4);
+  ASSERT_EQ(pwrite(file.get(), end.data(), end.size(), off_t{kBytes}), ssize_t{22});
+  const auto found = FindZipArchives(file.get(), "sparse.distcp", kBytes + end.size());
+  ASSERT_TRUE(found.ok()) << found.status();
+  EXPECT_EQ(found->archives, 0u);
+  ASSERT_EQ(found->gaps.size(), 1u);
+  EXPECT_LE(g_bytes_max, 64 * kMiB);
 }
 
 TEST_F(ZipArchiveWalk, LongCommentsAreNotSearchedAgainAndAgain) {
