@@ -1,4 +1,4 @@
-"""Runs the command ``holdfast`` as a shell does."""
+"""Runs the command ``holdfast``."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import json
 import subprocess
 import sys
 from typing import Any, NamedTuple
+
+import programs
 
 
 class Run(NamedTuple):
@@ -28,8 +30,11 @@ sys.exit(main())
 
 def holdfast(*arguments: object, torch: bool = True, timeout: float = 200) -> Run:
     """Runs ``holdfast ARGUMENTS``; `torch`: whether PyTorch can be imported there."""
-    program = ["-m", "holdfast"] if torch else ["-c", _WITHOUT_TORCH]
-    done = subprocess.run([sys.executable, *program, *map(str, arguments)], capture_output=True, timeout=timeout)
+    if torch:
+        program = programs.Program(["-m", "holdfast", *map(str, arguments)])
+        out, error = program.communicate(timeout)
+        return Run(program.wait(), out.decode(), error.decode())
+    done = subprocess.run([sys.executable, "-c", _WITHOUT_TORCH, *map(str, arguments)], capture_output=True, timeout=timeout)
     return Run(done.returncode, done.stdout.decode(), done.stderr.decode())
 
 

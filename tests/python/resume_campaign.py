@@ -22,12 +22,12 @@ import select
 import shutil
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from programs import Program
 
 import holdfast
 
@@ -96,12 +96,12 @@ class Job:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         self.processes = [
-            subprocess.Popen(
-                [sys.executable, str(way.trainer), "--way", way.name, "--dir", directory, "--steps",
+            Program(
+                [str(way.trainer), "--way", way.name, "--dir", directory, "--steps",
                  str(steps), "--every", str(every), "--size", size,
                  "--hold", hold if rank == 0 else "", *(["--digests"] if digests else [])],
-                stdout=subprocess.PIPE,
-                start_new_session=True,
+                new_session=True,
+                stderr=False,
                 env={**os.environ, "RANK": str(rank), "WORLD_SIZE": str(ranks),
                      "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"},
             )

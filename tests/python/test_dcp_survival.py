@@ -18,6 +18,7 @@ import dcp_ranks
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from programs import Program
 
 import holdfast
 import holdfast.dcp
@@ -78,14 +79,13 @@ dist.destroy_process_group()
 """
 
 
-def _run(tmp_path: Path, happens: str) -> list[subprocess.Popen[str]]:
+def _run(tmp_path: Path, happens: str) -> list[Program]:
     """Runs the trainers to their end, and shows what one says that ends otherwise than well or by a signal."""
     directory = tmp_path / "run"
     directory.mkdir()
     trainers = [
-        subprocess.Popen(
-            [sys.executable, "-B", "-c", _TRAINER, str(directory), str(tmp_path / "store"), str(rank), happens],
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+        Program(
+            ["-c", _TRAINER, str(directory), str(tmp_path / "store"), str(rank), happens], new_session=True,
             env={**os.environ, "HOLDFAST_ARENA_BYTES": str(64 << 20)},
         )
         for rank in range(RANKS)
