@@ -44,8 +44,6 @@ namespace {
 
 using checkpointer::IntoDirectory;
 
-// Errors of saves without a waiting caller, kept until a Flush. The first errors suffice, so the
-// number is bounded.
 // A failed worker ends within milliseconds. A call that failed with the worker waits up to this
 // time for the worker's error.
 constexpr absl::Duration kTimeToEnd = absl::Seconds(10);

@@ -5,6 +5,7 @@
 namespace holdfast::checkpointer {
 namespace {
 
+// The first errors suffice, so the number is bounded.
 constexpr size_t kErrorsMax = 16;
 
 }  // namespace

@@ -193,12 +193,16 @@ void Supervisor::ReadTable(SaveState* save) {
     CallDamaged(save, "reported success before it had every byte");
 }
 
+void Supervisor::AbortStaging(SaveState* save, const absl::Status& why) {
+  save->FailStaging(why);
+  pool_->AbortEpoch(save->epoch);
+}
+
 void Supervisor::CallDamaged(SaveState* save, absl::string_view what) {
   if (!save->worker_damage.ok()) return;
   save->worker_damage = absl::InternalError(
       absl::StrCat("save ", save->path, ": its worker ", what, "; its memory is damaged"));
-  save->FailStaging(save->worker_damage);
-  pool_->AbortEpoch(save->epoch);
+  AbortStaging(save, save->worker_damage);
   save->link->Kill();
 }
 
@@ -262,8 +266,7 @@ void Supervisor::EndAsserted(const std::shared_ptr<SaveState>& save) {
   const absl::Status why = absl::InternalError(
       absl::StrCat("save ", save->path, ": its worker found its own state wrong (",
                    ReadReason(job.completion), ")"));
-  save->FailStaging(why);
-  pool_->AbortEpoch(save->epoch);
+  AbortStaging(save.get(), why);
   Quarantine(save, base::Annotate(why, "its staging memory is quarantined for good"));
 }
 
@@ -309,10 +312,7 @@ void Supervisor::CheckStalled(const std::shared_ptr<SaveState>& save) {
 void Supervisor::Quarantine(const std::shared_ptr<SaveState>& save, const absl::Status& why) {
   if (save->quarantined) return;
   // The device stager ends when every save was staged or has failed.
-  if (save->users.load(std::memory_order_acquire) != 0) {
-    save->FailStaging(why);
-    pool_->AbortEpoch(save->epoch);
-  }
+  if (save->users.load(std::memory_order_acquire) != 0) AbortStaging(save.get(), why);
   if (!save->retired) {
     pool_->Quarantine(save->epoch, std::string(why.message()));
     save->table->job()->quarantined.store(1, std::memory_order_relaxed);
@@ -365,10 +365,7 @@ void Supervisor::End(const std::shared_ptr<SaveState>& save, bool gone) {
 void Supervisor::StopStaging(const std::shared_ptr<SaveState>& save, const absl::Status& outcome) {
   // The last sealer may be between its last publication and its leave: nothing to stop.
   if (outcome.ok()) return;
-  if (!save->StagingFailed()) {
-    save->FailStaging(outcome);
-    pool_->AbortEpoch(save->epoch);
-  }
+  if (!save->StagingFailed()) AbortStaging(save.get(), outcome);
   // A begun device copy cannot be cancelled. Without this, a hanging stream would hang every waiter
   // of the save.
   if (TimeWithoutProgress(save.get()) < save->table->parameters().time_stalled_max_ns) return;

@@ -66,6 +66,7 @@ class Supervisor {
   /// Takes the worker's result, and checks the states that the worker has written to the table.
   void ReadTable(SaveState* save);
   /// Fails the save of a damaged worker and stops the worker. `what`: a clause behind "its worker".
+  void AbortStaging(SaveState* save, const absl::Status& why);
   void CallDamaged(SaveState* save, absl::string_view what);
   void ReleaseAcknowledged(SaveState* save);
   void CheckStalled(const std::shared_ptr<SaveState>& save);
