@@ -110,7 +110,7 @@ class Job:
 
     def next_lines(self, timeout: float) -> list[tuple[int, str, str]]:
         """(rank, phase, value) of what was told since; empty after `timeout`, or at the end."""
-        pipes = {p.stdout.fileno(): r for r, p in enumerate(self.processes) if p.stdout}
+        pipes = {p.stdout.fileno(): r for r, p in enumerate(self.processes)}
         for closed in [fd for fd in pipes if self._buffers.get(fd) is None and fd in self._buffers]:
             del pipes[closed]
         if not pipes:
@@ -163,8 +163,7 @@ class Job:
         while self.next_lines(0):
             pass
         for process in self.processes:
-            if process.stdout:
-                process.stdout.close()
+            process.stdout.close()
 
     def _signal(self, pid: int, number: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError, FileNotFoundError):
@@ -194,8 +193,7 @@ class Job:
                 raise AssertionError(f"the job did not reach its end; it told {self.lines[-5:]}")
         for process in self.processes:
             assert process.wait(LIMIT) == 0, f"the trainer ended with {process.returncode}"
-            if process.stdout:
-                process.stdout.close()
+            process.stdout.close()
         return [digests[r] for r in sorted(digests)]
 
 

@@ -91,19 +91,19 @@ def run(arguments: argparse.Namespace) -> int:
         )
     _check(state, kind)
     step = arguments.step if arguments.step is not None else source.facts.get("step", 0)
-    files = source.contents()
+    further = source.files()
     with _beside(target) as written:
         if kind == "holdfast":
-            _holdfast(state, written, step, files, source.layout)
+            _holdfast(state, written, step, source.contents(), source.layout)
         else:
             _WRITERS[kind](state, written, step)
         result = sources.open_source(written)
         _compare(state, result.state(0 if kind == "holdfast" else None, arguments.allow), target)
-        if kind == "holdfast" and result.files() != source.files():
+        if kind == "holdfast" and result.files() != further:
             raise Error("DATA_LOSS", f"convert to {target}: its further files are not as in the source; please report this")
         _check_free(target, kind)
-    if files and kind != "holdfast":
-        _note(target, f"the further files {', '.join(files)}, which {kind} does not hold")
+    if further and kind != "holdfast":
+        _note(target, f"the further files {', '.join(further)}, which {kind} does not hold")
     if kind == "dcp" and (empty := list(_empty_dicts(state))):
         _note(target, f"the empty dicts {', '.join(empty)}, which DCP does not store")
     nbytes = sum(leaf.numel() * leaf.itemsize for _, leaf in sources.leaves(state) if _is_tensor(leaf))
