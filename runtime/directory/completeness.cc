@@ -112,7 +112,7 @@ absl::StatusOr<CheckpointFiles> ReadCheckpoint(int directory, const std::string&
                                                const ReadCheckpointOptions& options) {
   CheckpointFiles out;
   HOLDFAST_ASSIGN_OR_RETURN(out.names, ListNames(directory, path));
-  out.partial = format::IsUncommittedName(SplitPath(path).name);
+  out.partial = format::IsUncommittedName(NameOf(directory, path));
   ReadCheckpointOptions judged = options;
   judged.uncommitted = out.partial;
   ReadAttempts(directory, judged, &out);

@@ -12,6 +12,7 @@
 #include <filesystem>
 
 #include "absl/functional/function_ref.h"
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "runtime/base/planted_bugs.h"
 #include "runtime/base/status.h"
@@ -232,15 +233,28 @@ absl::StatusOr<Identity> IdentityOf(int fd, absl::string_view name) {
   return Identity{.inode = found.stx_ino, .born_ns = has_birth ? born_ns : 0};
 }
 
+namespace {
+
+/// Returns the path behind a link of /proc/self; empty for a missing link or too long a path.
+std::string PathBehind(const std::string& link) {
+  char path[PATH_MAX];
+  const ssize_t length = sys::Sys().readlinkat(AT_FDCWD, link.c_str(), path, sizeof(path));
+  if (length <= 0 || length >= static_cast<ssize_t>(sizeof(path))) return "";
+  return std::string(path, static_cast<size_t>(length));
+}
+
+}  // namespace
+
+std::string NameOf(int directory, const std::string& path) {
+  const std::string own = PathBehind(absl::StrCat("/proc/self/fd/", directory));
+  // Of a directory that was removed the kernel says so behind the name.
+  return SplitPath(own.empty() || absl::EndsWith(own, " (deleted)") ? path : own).name;
+}
+
 std::string AbsolutePath(const std::string& path) {
   std::filesystem::path out(path);
-  if (out.is_relative()) {
-    char here[PATH_MAX];
-    const ssize_t length = sys::Sys().readlinkat(AT_FDCWD, "/proc/self/cwd", here, sizeof(here));
-    if (length > 0 && length < static_cast<ssize_t>(sizeof(here))) {
-      out = std::filesystem::path(std::string(here, static_cast<size_t>(length))) / out;
-    }
-  }
+  // Without a working directory the path stays relative.
+  if (out.is_relative()) out = std::filesystem::path(PathBehind("/proc/self/cwd")) / out;
   return out.lexically_normal().string();
 }
 

@@ -94,6 +94,10 @@ struct Identity {
 /// \error of statx(2).
 absl::StatusOr<Identity> IdentityOf(int fd, absl::string_view name);
 
+/// Returns the last component of an open directory's own path, which "." and links do not show.
+/// Without an answer of the kernel returns the last component of `path`.
+std::string NameOf(int directory, const std::string& path);
+
 /// Returns the path from the root, for messages and reports. The path need not exist.
 std::string AbsolutePath(const std::string& path);
 

@@ -316,7 +316,8 @@ absl::StatusOr<std::unique_ptr<CheckpointReader>> CheckpointReader::OpenFile(
                             directory::IdentityOf(fd.get(), path));
   impl->opened_file = {parts.name, opened};
   auto manifest = FindManifestOf(directory.get(), parts);
-  if (manifest.ok() && !format::IsUncommittedName(directory::SplitPath(parts.directory).name)) {
+  const std::string name = directory::NameOf(directory.get(), parts.directory);
+  if (manifest.ok() && !format::IsUncommittedName(name)) {
     impl->TakeManifest(*std::move(manifest));
   } else if (!file.attempt().empty()) {
     // Files of a save that never committed are no checkpoint, however complete they look.

@@ -269,7 +269,7 @@ absl::Status CheckFile(const std::string& path, const VerifyOptions& options, Fa
        directory::CheckNamedFiles(fd->get(), manifests.front())) {
     if (only.empty() || finding.fault.file == only) log->Add(finding);
   }
-  if (format::IsUncommittedName(directory::SplitPath(parts.directory).name)) {
+  if (format::IsUncommittedName(directory::NameOf(fd->get(), parts.directory))) {
     log->Add(Verdict::kIncomplete, {.file = parts.name,
                                     .reason = "partial",
                                     .expected = "a committed checkpoint",

@@ -354,6 +354,7 @@ TEST_F(CheckpointReaderTest, RefusesWhatIsNoCompleteCheckpoint) {
   const std::string partial = "step-8.partial-00112233445566778899aabbccddeeff";
   Write(state, {}, partial);
   EXPECT_EQ(OpenStatus(partial).code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_EQ(OpenStatus(partial + "/.").code(), absl::StatusCode::kFailedPrecondition);
 }
 
 TEST_F(CheckpointReaderTest, RefusesDamagedManifestsAndSizes) {

@@ -239,6 +239,13 @@ TEST_F(VerifyCheckpoint, IsIncompleteUnderAPartialNameHoweverWholeItIs) {
   EXPECT_EQ(report.verdict, Verdict::kIncomplete);
   EXPECT_THAT(report.note, HasSubstr("recovery"));
   EXPECT_EQ(Verified(partial + "/" + model_).verdict, Verdict::kIncomplete);
+  // Also by another path.
+  const std::string link = scratch_.path() + "/latest";
+  std::filesystem::create_directory_symlink(partial, link);
+  for (const std::string& path : {link, partial + "/."}) {
+    EXPECT_EQ(Verified(path).verdict, Verdict::kIncomplete) << path;
+    EXPECT_EQ(Verified(path + "/" + model_).verdict, Verdict::kIncomplete) << path;
+  }
   FlipBit(partial + "/" + model_, plan.tensors[0].begin);
   report = Verified(partial);
   EXPECT_EQ(report.verdict, Verdict::kIncomplete);
