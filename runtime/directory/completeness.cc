@@ -215,22 +215,28 @@ absl::StatusOr<format::Manifest> ReadManifest(int directory, const std::string& 
 absl::StatusOr<format::Manifest> FindManifestOf(int directory, const std::string& path,
                                                 const std::string& file) {
   HOLDFAST_ASSIGN_OR_RETURN(const std::vector<std::string> names, ListNames(directory, path));
-  absl::Status damage = absl::NotFoundError(
-      absl::StrCat("open ", path, "/", file, ": no manifest beside it names it"));
+  const auto names_file = [&file](const format::Manifest& manifest) {
+    return std::any_of(manifest.files.begin(), manifest.files.end(),
+                       [&file](const auto& named) { return named.name == file; });
+  };
+  // Of one save: no other manifest has to be read.
   for (const std::string& name : names) {
-    if (!format::ParseManifestName(name).has_value()) continue;
-    absl::StatusOr<std::string> text = ReadWholeFile(directory, name, format::kManifestBytesMax);
-    absl::StatusOr<format::Manifest> manifest =
-        text.ok() ? format::ParseManifest(*text) : text.status();
-    if (!manifest.ok()) {
-      damage = base::Annotate(manifest.status(), absl::StrCat(path, "/", name));
-      continue;
-    }
-    for (const format::Manifest::File& named : manifest->files) {
-      if (named.name == file) return manifest;
-    }
+    const auto identity = format::ParseManifestName(name);
+    if (!identity.has_value() || identity->attempt.has_value()) continue;
+    const auto text = ReadWholeFile(directory, name, format::kManifestBytesMax);
+    auto manifest = text.ok() ? format::ParseManifest(*text) : text.status();
+    if (manifest.ok() && names_file(*manifest)) return manifest;
   }
-  return damage;
+  HOLDFAST_ASSIGN_OR_RETURN(CheckpointFiles checkpoint, ReadCheckpoint(directory, path, {}));
+  for (format::Manifest& manifest : checkpoint.manifests) {
+    if (names_file(manifest)) return std::move(manifest);
+  }
+  for (const Finding& finding : checkpoint.findings) {
+    const bool of_manifest = format::ParseManifestName(finding.fault.file).has_value();
+    if (of_manifest && finding.verdict != Verdict::kIncomplete) return ToStatus({finding}, path);
+  }
+  return absl::NotFoundError(
+      absl::StrCat("open ", path, "/", file, ": no manifest beside it names it"));
 }
 
 }  // namespace holdfast::directory

@@ -93,7 +93,8 @@ absl::StatusOr<format::Manifest> ReadManifest(int directory, const std::string& 
                                               const std::string& name,
                                               const std::optional<Digest>& digest);
 
-/// Returns the manifest in `directory` that names `file`.
+/// Returns the manifest that names `file`. In a directory that a framework owns: of those that
+/// ReadCheckpoint keeps, the newest attempt's first, and no stale manifest.
 /// \error kNotFound when no manifest names `file`; the damage, when a manifest is unreadable as
 /// well.
 absl::StatusOr<format::Manifest> FindManifestOf(int directory, const std::string& path,

@@ -81,8 +81,9 @@ class CommitFileTest : public ::testing::Test {
   std::string path(const std::string& name = "") const {
     return (directory_ / "run") + (name.empty() ? "" : "/" + name);
   }
-  VerifyReport Verified() const {
-    auto report = Verify(path(), {});
+  /// Verifies the directory, or one file in it.
+  VerifyReport Verified(const std::string& name = "") const {
+    auto report = Verify(path(name), {});
     EXPECT_TRUE(report.ok()) << report.status();
     return report.ok() ? *std::move(report) : VerifyReport{};
   }
@@ -218,6 +219,14 @@ TEST_F(CommitFileTest, OfAnotherProgramMakesManifestsWithoutARecordStale) {
   WriteData(Save(1));  // died before its record
   WriteFileBytes(path(".metadata"), "\x80 torch.distributed.checkpoint.metadata .");
   EXPECT_THAT(Verified().note, HasSubstr("No manifest"));
+  EXPECT_THAT(Verified("__0_1.distcp").note, HasSubstr("No manifest"));
+}
+
+TEST_F(CommitFileTest, DecidesWhichSaveMayProveOneFile) {
+  WriteAll(Save(1));
+  WriteData(Save(2));
+  EXPECT_EQ(Verified("__0_1.distcp").verdict, Verdict::kSound);
+  EXPECT_NE(Verified("__0_2.distcp").verdict, Verdict::kSound);
 }
 
 TEST_F(CommitFileTest, MayBeOfEachRankAlone) {
