@@ -64,6 +64,9 @@ void Walk(const std::string& path, FoundCheckpoints* found) {
   const auto entries = fd.ok() ? directory::ListDirectory(fd->get(), path)
                                : absl::StatusOr<std::vector<DirectoryEntry>>(fd.status());
   if (absl::IsNotFound(entries.status())) return;
+  // Of an ext file system's fsck, for root alone.
+  const bool is_of_fsck = directory::SplitPath(path).name == "lost+found";
+  if (is_of_fsck && absl::IsPermissionDenied(entries.status())) return;
   const auto any_file = [&entries](bool (*is)(const std::string&)) {
     return std::any_of(entries->begin(), entries->end(), [is](const DirectoryEntry& entry) {
       return !entry.is_directory && is(entry.name);

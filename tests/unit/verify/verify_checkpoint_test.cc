@@ -5,6 +5,7 @@
 #include <cerrno>
 #include <filesystem>
 
+#include "absl/strings/match.h"
 #include "absl/strings/str_replace.h"
 #include "absl/time/time.h"
 #include "holdfast/checkpointer.h"
@@ -387,6 +388,25 @@ TEST_F(VerifyCheckpoint, OnlyMetadataOfDcpMarksACheckpoint) {
     WriteFileBytes(run + "/" + of_dcp, "x");
     EXPECT_THAT(FindCheckpoints(run).checkpoints, ElementsAre(run)) << of_dcp;
   }
+}
+
+TEST_F(VerifyCheckpoint, ADirectoryOfFsckHoldsNoCheckpoint) {
+  const std::string run = scratch_.path() + "/run";
+  for (const char* name : {"step-7", "lost+found", "closed"}) {
+    std::filesystem::create_directories(run + "/" + name);
+  }
+  WriteRank(run + "/step-7", {}, TrainingState::Uniform(1, 1000, 1).Sources());
+  // As for a user who is not root.
+  sys::g_system.openat = [](int directory, const char* path, int flags, mode_t mode) {
+    if (absl::EndsWith(path, "lost+found") || absl::EndsWith(path, "closed")) {
+      errno = EACCES;
+      return -1;
+    }
+    return sys::kKernel.openat(directory, path, flags, mode);
+  };
+  EXPECT_THAT(FindCheckpoints(run).checkpoints, ElementsAre(run + "/closed", run + "/step-7"));
+  EXPECT_EQ(Verified(run + "/lost+found").verdict, Verdict::kUnreadable);
+  sys::g_system = sys::kKernel;
 }
 
 TEST_F(VerifyCheckpoint, WhatCannotBeReadIsUnreadable) {
