@@ -58,19 +58,30 @@ absl::Duration LongestWait(const RecoveryOptions& options) {
   return kOrphanWaits * options.wait_for_orphans;
 }
 
-/// The last change of a directory's entries or its listing. InfiniteFuture when unknown.
-absl::Time LastChange(int directory) {
+/// The times of change of a directory's entries, by name, and of its listing under "".
+using Times = std::map<std::string, absl::Time>;
+
+/// Empty when unknown.
+Times TimesOf(int directory) {
   struct stat found = {};
-  if (sys::Sys().fstat(directory, &found) != 0) return absl::InfiniteFuture();
-  absl::Time last = absl::TimeFromTimespec(found.st_mtim);
+  if (sys::Sys().fstat(directory, &found) != 0) return {};
   const auto entries = directory::ListDirectory(directory);
-  if (!entries.ok()) return absl::InfiniteFuture();
+  if (!entries.ok()) return {};
+  Times times = {{"", absl::TimeFromTimespec(found.st_mtim)}};
   for (const directory::DirectoryEntry& entry : *entries) {
     if (sys::Sys().fstatat(directory, entry.name.c_str(), &found, AT_SYMLINK_NOFOLLOW) == 0) {
-      last = std::max(last, absl::TimeFromTimespec(found.st_mtim));
+      times[entry.name] = absl::TimeFromTimespec(found.st_mtim);
     }
   }
-  return last;
+  return times;
+}
+
+/// InfiniteFuture when unknown.
+absl::Time LastChange(int directory) {
+  const Times times = TimesOf(directory);
+  if (times.empty()) return absl::InfiniteFuture();
+  const auto earlier = [](const auto& a, const auto& b) { return a.second < b.second; };
+  return std::max_element(times.begin(), times.end(), earlier)->second;
 }
 
 /// True for a complete checkpoint with the attempt and the name in its directory's name.
@@ -102,7 +113,7 @@ class Recovery {
   static Visit Keep(std::string why) { return {.outcome = Outcome::kKept, .why = std::move(why)}; }
 
   void PutLatestFirst(std::vector<std::string>* names) const;
-  absl::Time LastProgress(const std::vector<std::string>& orphans) const;
+  std::map<std::string, Times> TimesOfAll(const std::vector<std::string>& orphans) const;
   absl::Status PromoteAndAwaitOrphans(std::vector<std::string>* orphans);
   absl::Status Fence(const std::string& name);
   absl::Status CleanUp();
@@ -172,13 +183,13 @@ void Recovery::PutLatestFirst(std::vector<std::string>* names) const {
       [&time_of](const std::string& a, const std::string& b) { return time_of(a) > time_of(b); });
 }
 
-absl::Time Recovery::LastProgress(const std::vector<std::string>& orphans) const {
-  absl::Time last = absl::InfinitePast();
+std::map<std::string, Times> Recovery::TimesOfAll(const std::vector<std::string>& orphans) const {
+  std::map<std::string, Times> times;
   for (const std::string& name : orphans) {
     const auto directory = directory::OpenDirectory(parent_, name);
-    if (directory.ok()) last = std::max(last, LastChange(directory->get()));
+    if (directory.ok()) times[name] = TimesOf(directory->get());
   }
-  return last;
+  return times;
 }
 
 /// Promotes all complete directories before any removal: a crash in between must leave more
@@ -187,7 +198,7 @@ absl::Status Recovery::PromoteAndAwaitOrphans(std::vector<std::string>* orphans)
   // The save of an orphan that makes progress is the latest state of the run: it gets more time.
   const absl::Time longest = base::Now() + LongestWait(options_);
   absl::Time deadline = base::Now() + options_.wait_for_orphans;
-  absl::Time progress = absl::InfinitePast();
+  std::map<std::string, Times> seen;
   const bool waits = options_.wait_for_orphans > absl::ZeroDuration();
   const absl::Time silence_deadline =
       waits ? base::Now() + options_.silence_without_locks + kPollSilence : base::Now();
@@ -202,8 +213,12 @@ absl::Status Recovery::PromoteAndAwaitOrphans(std::vector<std::string>* orphans)
       if (visit.outcome == Outcome::kOrphan) orphans->push_back(name);
       if (visit.outcome == Outcome::kNotYetSilent) not_yet_silent.push_back(name);
     }
-    if (const absl::Time last = LastProgress(*orphans); last > progress) {
-      progress = last;
+    auto times = TimesOfAll(*orphans);
+    // One that has ended is no progress of the others.
+    std::erase_if(seen, [&times](const auto& orphan) { return times.count(orphan.first) == 0; });
+    // Any other time is progress: the clock may go back.
+    if (times != seen) {
+      seen = std::move(times);
       deadline = std::min(longest, base::Now() + options_.wait_for_orphans);
     }
     const bool silence_may_come = !not_yet_silent.empty() && base::Now() < silence_deadline;

@@ -170,7 +170,10 @@ class SleepingClock {
   static inline std::function<void(int)> at_sleep_;
 };
 
-TEST_F(OrphanWorker, HasMoreTimeWhileItMakesProgress) {
+/// With the sign of the time from one change of a file to the next.
+class OrphanAtWork : public OrphanWorker, public ::testing::WithParamInterface<int> {};
+
+TEST_P(OrphanAtWork, HasMoreTimeWhileItMakesProgress) {
   MakeOrphan();
   WriteFileBytes(directory_ / (partial_ + "/data"), "");
   absl::StatusOr<RecoveryReport> report;
@@ -179,7 +182,7 @@ TEST_F(OrphanWorker, HasMoreTimeWhileItMakesProgress) {
     const SleepingClock clock([&](int sleeps) {
       if (sleeps < 20) {
         std::filesystem::last_write_time(directory_ / (partial_ + "/data"),
-                                         began + std::chrono::seconds(sleeps));
+                                         began + GetParam() * std::chrono::seconds(sleeps));
       } else if (sleeps == 20) {
         go_.Tell(1);
         EXPECT_EQ(result_.Hear(), 0);
@@ -191,6 +194,9 @@ TEST_F(OrphanWorker, HasMoreTimeWhileItMakesProgress) {
   EXPECT_THAT(report->fenced, IsEmpty());
   ASSERT_THAT(report->complete, SizeIs(1));
 }
+
+INSTANTIATE_TEST_SUITE_P(Clock, OrphanAtWork, ::testing::Values(1, -1),
+                         [](const auto& test) { return test.param > 0 ? "Forward" : "Back"; });
 
 TEST_F(OrphanWorker, IsFencedInTheEndThoughItMakesProgress) {
   MakeOrphan();
