@@ -74,3 +74,22 @@ def test_a_description_that_contains_itself(deep: list[Any], tmp_path: Path, mon
     path = tmp_path / "s"
     for done in each(["show", "--values", path], ["diff", path, path], ["convert", path, tmp_path / "x.pt"]):
         refused(done, "load a", "its description contains itself")
+
+
+@pytest.mark.parametrize("node", [
+    {"kind": "deep", "index": 7}, {"kind": "dict", "items": [1]}, {"kind": "float", "value": None},
+    {"kind": "named", "fields": ["a"], "items": []}, {"kind": []}, {"no": "kind"},
+])  # fmt: skip
+def test_a_broken_node(node: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    node_of = _state.Outline.node
+
+    def crafted(self: Any, path: str) -> Any:
+        right = node_of(self, path)
+        return node if path == "a" else right
+
+    monkeypatch.setattr(_state, "_recent", collections.deque(maxlen=1))
+    monkeypatch.setattr(_state.Outline, "node", crafted)
+    holdfast.save_async({"a": torch.zeros(2)}, tmp_path / "s").wait(60)
+    path = tmp_path / "s"
+    for done in each(["show", "--values", path], ["diff", path, path]):
+        refused(done, f"load {path}", "its description cannot be used")

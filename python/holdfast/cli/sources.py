@@ -5,6 +5,7 @@ Needs PyTorch for DCP checkpoints and torch.save zips, and to make a state of an
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import json
@@ -16,7 +17,7 @@ from typing import Any, NamedTuple
 
 from holdfast import _names, _native, _regular, directories, snapshots
 from holdfast.cli import description, places
-from holdfast.errors import Error, counted, of_system
+from holdfast.errors import Error, counted, of_damage, of_system
 
 _OWN = "holdfast:"
 _FILE = _OWN + "file:"
@@ -262,7 +263,8 @@ class _Holdfast(Source):
 
     def _tied(self, tensors: dict[str, Tensor]) -> dict[str, str]:
         stored = tensors.get(_OWN + "structure")
-        found = description.tied(json.loads(stored.read(0, stored.nbytes))) if stored is not None else {}
+        with self._of_description():
+            found = description.tied(json.loads(stored.read(0, stored.nbytes))) if stored is not None else {}
         return {name: owner for name, owner in found.items() if owner in tensors and name not in tensors}
 
     def parts(self) -> list[Part]:
@@ -279,21 +281,26 @@ class _Holdfast(Source):
         for part in self._all:
             stored = part.tensors.get(_OWN + "structure")
             if stored is not None:
+    def _of_description(self) -> contextlib.AbstractContextManager[None]:
+        return of_damage(f"load {self.path}: its description cannot be used")
+
                 yield part, json.loads(stored.read(0, stored.nbytes))
 
     def values(self) -> dict[str, str]:
-        return {
-            part.label + name: value
-            for part, structure in self._structures()
-            for name, value in description.values(structure).items()
-        }
+        with self._of_description():
+            return {
+                part.label + name: value
+                for part, structure in self._structures()
+                for name, value in description.values(structure).items()
+            }
 
     def objects(self) -> dict[str, Object]:
         found = {}
-        for part, structure in self._structures():
-            for name, (cls, begin, length) in description.objects(structure).items():
-                read = functools.partial(part.tensors[_OWN + "objects"].read, begin, length)
-                found[part.label + name] = Object(cls, length, read)
+        with self._of_description():
+            for part, structure in self._structures():
+                for name, (cls, begin, length) in description.objects(structure).items():
+                    read = functools.partial(part.tensors[_OWN + "objects"].read, begin, length)
+                    found[part.label + name] = Object(cls, length, read)
         return found
 
     def views(self) -> dict[str, str]:
