@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import os
 import shutil
@@ -276,6 +277,36 @@ def test_diff_tells_values_apart_that_look_alike(tmp_path: Path) -> None:
     for seed in ("1", "2"):
         subprocess.run([sys.executable, "-c", script, seed], env={**os.environ, "PYTHONHASHSEED": seed}, check=True)
     assert command("diff", tmp_path / "1", tmp_path / "2", torch=False).status == 0
+
+
+@pytest.mark.parametrize("saved", ["holdfast", "torch"])
+def test_diff_compares_containers(saved: str, tmp_path: Path) -> None:
+    a = {"list": [1, 2], "dict": {"x": 1}, "empty": [], "gone": {}, "shape": torch.Size([2])}
+    b = {"list": (1, 2), "dict": collections.OrderedDict(x=1), "empty": {}, "new": (), "shape": (2,)}
+    for name, state in {"a": a, "b": b}.items():
+        if saved == "torch":
+            torch.save(state, tmp_path / name)
+        else:
+            holdfast.save(state, tmp_path / name)
+    read = ["--read"] if saved == "torch" else []
+    same, other = each(*(["diff", *read, "--json", tmp_path / "a", tmp_path / name] for name in "ab"))
+    assert (same.status, same.json["identical"]) == (0, 4)
+    assert set(other.json["changed"]) == {"list", "dict", "empty", "shape"} and other.json["changed"]["list"] == "list -> tuple"
+    assert (set(other.json["removed"]), set(other.json["added"])) == ({"gone"}, {"new"}) and other.status == 1
+
+
+def test_diff_compares_no_versions_of_modules(tmp_path: Path) -> None:
+    linear = torch.nn.Linear(2, 2)
+    for name, model in {"a": torch.nn.Sequential(linear), "b": torch.nn.Sequential(linear, torch.nn.ReLU())}.items():
+        holdfast.save({"m": model.state_dict()}, tmp_path / name)
+    assert command("diff", tmp_path / "a", tmp_path / "b", torch=False).status == 0
+
+
+def test_diff_compares_both_values_of_one_name(tmp_path: Path) -> None:
+    for name, value in {"a": 1, "b": 2}.items():
+        holdfast.save({"x.y": value, "x": {"y": 3}}, tmp_path / name)
+    done = command("diff", tmp_path / "a", tmp_path / "b", torch=False)
+    assert (done.status, done.out) == (1, "changed x.y: 1 -> 2\n1 changed, 1 identical\n")
 
 
 def test_diff_of_other_formats_compares_whole_values(tmp_path: Path) -> None:

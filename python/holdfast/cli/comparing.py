@@ -14,9 +14,9 @@ from holdfast.errors import Error
 _DESCRIPTION = """\
 Compares two checkpoints or files by the names of their tensors. The digests in the manifests show
 which tensors differ: no data is read. Plain values and pickled objects of plain checkpoints are read
-and compared, further files (as "file NAME") by their digests. Two parts have no digests to compare:
-files without a manifest, and a large tensor that lies at another place in its file than before.
---read reads and compares those.
+and compared, and the kinds of their containers; further files (as "file NAME") by their digests.
+Two parts have no digests to compare: files without a manifest, and a large tensor that lies at
+another place in its file than before. --read reads and compares those.
 """
 _EPILOG = """\
 output, one line for each difference:
@@ -102,6 +102,8 @@ def compare(a: Source, b: Source, read: bool) -> Differences:
     views_a, views_b = ({name: view for name, view in s.views().items() if name not in tensors} for s in (a, b))
     _compare_named(views_a, views_b, found, lambda old, new: (old == new, "another part or form of what is stored"))
     _compare_named(_files(a), _files(b), found, lambda old, new: (old == new, ""))
+    if a.format == b.format:
+        _compare_containers(a.containers(), b.containers(), found)
     return found
 
 
@@ -147,6 +149,18 @@ def _same_bytes(a: Tensor, b: Tensor) -> bool:
         for begin in range(0, a.nbytes, _CHUNK)
         for size in [min(_CHUNK, a.nbytes - begin)]
     )
+
+
+def _compare_containers(a: Mapping[str, tuple[str, bool]], b: Mapping[str, tuple[str, bool]], found: Differences) -> None:
+    """What the names of their contents do not show: their kinds, and empty ones."""
+    for name in {**a, **b}:
+        shown = name or "state"
+        if name not in a or name not in b:
+            kind, is_empty = a[name] if name in a else b[name]
+            if is_empty:
+                found.add(shown, "removed" if name in a else "added", f"empty {kind}")
+        elif a[name][0] != b[name][0]:
+            found.add(shown, "changed", f"{a[name][0]} -> {b[name][0]}")
 
 
 def _compare_objects(old: Object, new: Object) -> tuple[bool, str]:

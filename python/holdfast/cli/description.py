@@ -8,6 +8,7 @@ passed over, and what they hold is listed.
 from __future__ import annotations
 
 import base64
+import collections
 import hashlib
 import json
 from collections.abc import Callable, Iterator
@@ -75,8 +76,8 @@ def _children(node: Any) -> Iterator[tuple[str, Any]]:
         yield "", node["state"]
 
 
-def _leaves(structure: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Name and node of each plain value, object and tensor, in the order of the state."""
+def _nodes(structure: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Name and node of everything, in the order of the state."""
     stack = [iter([("", structure["root"])])]
     seen: set[int] = set()
     while stack:
@@ -88,12 +89,19 @@ def _leaves(structure: dict[str, Any]) -> Iterator[tuple[str, Any]]:
                 raise Error("DATA_LOSS", f"load {path or 'state'}: its description contains itself")
             seen.add(node["index"])
             stack.append(iter([(path, structure["deep"][node["index"]])]))
-        elif _is_tensor(node):
-            yield path, node
-        elif isinstance(node, list) or (isinstance(node, dict) and ("items" in node or "state" in node)):
-            stack.append(iter([(".".join(filter(None, (path, name))), child) for name, child in _children(node)]))
         else:
             yield path, node
+            if _is_container(node):
+                stack.append(iter([(".".join(filter(None, (path, name))), child) for name, child in _children(node)]))
+
+
+def _leaves(structure: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Name and node of each plain value, object and tensor, in the order of the state."""
+    return ((name, node) for name, node in _nodes(structure) if not _is_container(node))
+
+
+def _is_container(node: Any) -> bool:
+    return isinstance(node, list) or isinstance(node, dict) and not _is_tensor(node) and ("items" in node or "state" in node)
 
 
 def _is_tensor(node: Any) -> bool:
@@ -136,8 +144,27 @@ def _form(node: Any) -> Any:
 
 
 def values(structure: dict[str, Any]) -> dict[str, str]:
-    """The plain values by name, as text. Other values have other texts."""
-    return {name: text(node) for name, node in leaves(structure) if not _is_object(node)}
+    """The plain values by name, as text. Other values have other texts. A further value of one name has its number behind it."""
+    found: dict[str, str] = {}
+    counts: collections.Counter[str] = collections.Counter()
+    for name, node in leaves(structure):
+        if not _is_object(node):
+            counts[name] += 1
+            found[name if counts[name] == 1 else f"{name} ({counts[name]})"] = text(node)
+    return found
+
+
+def containers(structure: dict[str, Any]) -> dict[str, tuple[str, bool]]:
+    """The kinds of the containers by name, as text, and whether they are empty."""
+    return {name: (_shell(node), not any(_children(node))) for name, node in _nodes(structure) if _is_container(node)}
+
+
+def _shell(node: Any) -> str:
+    """A container without what it holds."""
+    if isinstance(node, list):
+        return "list"
+    rest = {key: item for key, item in node.items() if key in ("class", "factory", "maxlen")}
+    return f"{node['kind']} {json.dumps(rest, sort_keys=True)}" if rest else str(node["kind"])
 
 
 def objects(structure: dict[str, Any]) -> dict[str, tuple[str, int, int]]:

@@ -106,8 +106,12 @@ class TorchFile(Source):
     format = "torch"
 
     @functools.cached_property
+    def _loaded(self) -> Any:
+        return self.state()
+
+    @functools.cached_property
     def _leaves(self) -> dict[str, Any]:
-        return dict(sources.leaves(self.state()))
+        return dict(sources.leaves(self._loaded))
 
     def parts(self) -> list[Part]:
         tensors = {
@@ -122,6 +126,17 @@ class TorchFile(Source):
 
     def values(self) -> dict[str, str]:
         return {n: exact.text(v) for n, v in self._leaves.items() if not isinstance(v, torch.Tensor)}
+
+    def containers(self) -> dict[str, tuple[str, bool]]:
+        found: dict[str, tuple[str, bool]] = {}
+        stack = [("", self._loaded)]
+        while stack:
+            name, value = stack.pop()
+            if isinstance(value, (dict, list, tuple)):
+                found[name] = type(value).__name__, not value
+                items = value.items() if isinstance(value, dict) else enumerate(value)
+                stack += [(f"{name}.{key}" if name else str(key), item) for key, item in items]
+        return found
 
     def state(self, rank: int | None = None, allow: Iterable[str] = ()) -> Any:
         try:

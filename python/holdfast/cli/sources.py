@@ -115,6 +115,10 @@ class Source:
         """Tensors by name that are views of others, or consist of several, and that `parts` therefore lacks: their places, as text."""
         return {}
 
+    def containers(self) -> dict[str, tuple[str, bool]]:
+        """The kinds of the containers by name, as text, and whether they are empty. Two formats may have other texts."""
+        return {}
+
     def files(self) -> dict[str, snapshots.Digest | None]:
         """Digests of the further files by name; None for an empty one."""
         return {}
@@ -277,13 +281,13 @@ class _Holdfast(Source):
         ]
         return [Part("", alike, first.digests), *parts] if alike else parts
 
+    def _of_description(self) -> contextlib.AbstractContextManager[None]:
+        return of_damage(f"load {self.path}: its description cannot be used")
+
     def _structures(self) -> Iterator[tuple[Part, dict[str, Any]]]:
         for part in self._all:
             stored = part.tensors.get(_OWN + "structure")
             if stored is not None:
-    def _of_description(self) -> contextlib.AbstractContextManager[None]:
-        return of_damage(f"load {self.path}: its description cannot be used")
-
                 yield part, json.loads(stored.read(0, stored.nbytes))
 
     def values(self) -> dict[str, str]:
@@ -304,12 +308,21 @@ class _Holdfast(Source):
         return found
 
     def views(self) -> dict[str, str]:
-        return {
-            part.label + name: text
-            for part, structure in self._structures()
-            for name, text in description.views(structure).items()
-            if name not in part.tensors
-        }
+        with self._of_description():
+            return {
+                part.label + name: text
+                for part, structure in self._structures()
+                for name, text in description.views(structure).items()
+                if name not in part.tensors
+            }
+
+    def containers(self) -> dict[str, tuple[str, bool]]:
+        with self._of_description():
+            return {
+                part.label + name: container
+                for part, structure in self._structures()
+                for name, container in description.containers(structure).items()
+            }
 
     @property
     def layout(self) -> str:
