@@ -126,8 +126,12 @@ class _File:
                 return
             data = ("\n" if self._offset == 1 else ",\n") + ",\n".join(texts)
             body = data.encode()
-            os.pwrite(self._fd, body + _END, self._offset)
-            self._offset += len(body)
+            text = body + _END
+            if os.pwrite(self._fd, text, self._offset) == len(text):
+                self._offset += len(body)
+            else:  # the disk is full: the file is as before, without the events
+                os.pwrite(self._fd, _END, self._offset)
+                os.ftruncate(self._fd, self._offset + len(_END))
 
     def close(self) -> None:
         with self._lock:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from holdfast import _ranks, events
+from holdfast._process import PerProcess
 from holdfast.errors import Error, of_system
 
 
@@ -43,13 +44,35 @@ def jsonl(path: str | os.PathLike[str]) -> events.Handle:
     name = os.fspath(path).replace("{rank}", str(_ranks.rank_of_process()))
     with of_system(f"observe.jsonl {name}"):
         os.makedirs(os.path.dirname(name) or ".", exist_ok=True)
-        fd = os.open(name, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        file = _File(name)
 
     def append(subject: Any, report: dict[str, Any] | None, error: Error | None) -> None:
-        text = json.dumps(record(subject, report, error), default=str, separators=(",", ":"))
-        os.write(fd, text.encode() + b"\n")
+        file.append(json.dumps(record(subject, report, error), default=str, separators=(",", ":")).encode() + b"\n")
 
-    return events.Handle(append, lambda: os.close(fd))
+    return events.Handle(append, file.close)
+
+
+class _File(PerProcess):
+    """A file of lines. A save may end while another thread closes the file, and its descriptor becomes another file's."""
+
+    def __init__(self, path: str) -> None:
+        self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        super().__init__()
+
+    def clear(self) -> None:
+        self._left = b""  # what a full disk has not taken of a line
+
+    def append(self, line: bytes) -> None:
+        with self.lock:
+            if self._fd >= 0:
+                text = self._left + line
+                self._left = text[os.write(self._fd, text) :]
+
+    def close(self) -> None:
+        with self.lock:
+            fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
 
 
 def read_jsonl(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
