@@ -90,9 +90,14 @@ def retired(name: str, attempt: str) -> str:
     return f".{name}.retired-{attempt}"
 
 
+def bytes_of(name: str) -> bytes:
+    """A name as bytes, whatever characters the system or a store has put into it."""
+    return name.encode("utf-8", "surrogatepass")
+
+
 def hidden(name: str) -> str:
     """A name for another form of the entry `name`, from which no reader guesses that name."""
-    return f".holdfast-{hashlib.sha256(name.encode()).hexdigest()[:16]}"
+    return f".holdfast-{hashlib.sha256(bytes_of(name)).hexdigest()[:16]}"
 
 
 def unfinished_beside(name: str) -> str:

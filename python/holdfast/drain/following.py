@@ -512,7 +512,7 @@ def _of_each(gone: Iterable[Info], remove: Callable[[Info], None]) -> list[Error
 def lock_path(source: str, target: str) -> str | None:
     """The file whose lock a drain of a pair of places holds, beside the checkpoints; None where the source is no directory."""
     folder = path_of(source)
-    number = hashlib.sha256(identity_of(target).encode()).hexdigest()[:8]
+    number = hashlib.sha256(_names.bytes_of(identity_of(target))).hexdigest()[:8]
     return os.path.join(folder, f".holdfast-drain-{number}.lock") if folder else None
 
 
