@@ -7,7 +7,7 @@ import fcntl
 import os
 import shutil
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -151,8 +151,8 @@ def test_nothing_is_written_into_a_copy_that_another_process_has_completed(tmp_p
     source, far = open_place(str(tmp_path / "run")), open_place(str(tmp_path / "far"))
     begin, changed = far.begin, list[int]()
 
-    def and_completed(info: Info) -> str:
-        slot = begin(info)
+    def and_completed(info: Info, files: Iterable[str]) -> str:
+        slot = begin(info, files)
         swept(source, open_place(str(tmp_path / "far")))
         changed.append(os.stat(tmp_path / "far/step-1").st_mtime_ns)
         return slot

@@ -109,7 +109,7 @@ class Copy:
                 contents = contents_of(self._source, info, pool)
                 self._own[info.key] = contents.names()
                 beside, left = self._source.beside(info, contents.names, self._pace)
-            slot = self._target.begin(info)
+            slot = self._target.begin(info, contents.names())
             there = self._target.sizes(slot)
 
             def send(file: File) -> None:

@@ -207,7 +207,7 @@ class Directory:
 
     # ---- Writing.
 
-    def begin(self, info: Info) -> str:
+    def begin(self, info: Info, files: Iterable[str] = ()) -> str:
         slot = _names.partial(info.name, info.attempt)
         path = self.path(slot)
         if not self._is_there():

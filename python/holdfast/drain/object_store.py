@@ -240,11 +240,16 @@ class Store:
 
     # ---- Writing.
 
-    def begin(self, info: Info) -> str:
-        if NO_NAME.search(info.name):
-            raise Error("FAILED_PRECONDITION", f"drain {info.name!r}: a store has no names with control characters, or that are not UTF-8; "
-                        "save under another name, or drain to a directory")  # fmt: skip
+    def begin(self, info: Info, files: Iterable[str] = ()) -> str:
+        for name in (info.name, *files):
+            if NO_NAME.search(name):
+                of = "" if name == info.name else f", file {name!r}"
+                raise Error("FAILED_PRECONDITION", f"drain {info.name!r}{of}: a store has no names with control characters, or that are not "
+                            "UTF-8; save under another name, or drain to a directory")  # fmt: skip
         return f"{info.name}.attempt-{info.attempt}"
+
+    def let_go(self) -> None:
+        pass
 
     def late(self, info: Info) -> contextlib.AbstractContextManager[Callable[[], None]]:
         return contextlib.nullcontext(lambda: None)  # a slot is of one attempt

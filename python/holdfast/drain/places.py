@@ -7,7 +7,7 @@ import logging
 import operator
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
@@ -156,8 +156,15 @@ class Place(Protocol):
             pace: called before so many bytes are read.
         """
 
-    def begin(self, info: Info) -> str:
-        """Returns the slot for a checkpoint that is about to arrive. No reader takes it for complete."""
+    def begin(self, info: Info, files: Iterable[str] = ()) -> str:
+        """Returns the slot for a checkpoint that is about to arrive, with these files. No reader takes it for complete.
+
+        Raises:
+            Error: FAILED_PRECONDITION where the place cannot have such a name.
+        """
+
+    def let_go(self) -> None:
+        """Holds no copy that has failed any longer: others may complete or remove it. `begin` takes it up again."""
 
     def late(self, info: Info) -> AbstractContextManager[Callable[[], None]]:
         """Lets `write` put files beside a complete checkpoint, and into no other one that gets its name meanwhile; gives what asks again.
