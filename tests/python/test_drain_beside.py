@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import s3_server
-from draining import PLAIN, names, save, swept
+from draining import PLAIN, names, save, swept, verdicts
 
 import holdfast
 from holdfast.drain import Drain, beside, copying
@@ -274,9 +274,12 @@ def test_a_record_of_a_stranger_names_no_other_place(planted: str, tmp_path: Pat
     (file,) = beside.recorded(far, info)
     forged = beside.record_of(info, [file._replace(name="beside/" + planted)])
     far.write(info.slot, forged, lambda begin, end: forged.content[begin:end], False)  # type: ignore[index]
-    (event,) = swept(far, open_place(str(tmp_path / "back")))
-    assert (event["event"], event["code"]) == ("failed", "DATA_LOSS") and "no name of a file" in event["message"]
-    assert not (tmp_path / "out").exists() and not os.path.exists(tmp_path / "back/step-1")
+    with pytest.raises(Error, match="no name of a file"):
+        beside.recorded(far, info)
+    trouble, arrived = swept(far, open_place(str(tmp_path / "back")))
+    assert (trouble["event"], arrived["event"]) == ("trouble", "arrived") and RECORD in trouble["message"]
+    assert not (tmp_path / "out").exists() and verdicts(tmp_path / "back") == ["sound"]
+    assert set(os.listdir(tmp_path / "back/step-1")) == set(os.listdir(tmp_path / "run/step-1")) - {"notes"}
 
 
 def test_damage_beside_a_checkpoint_is_found(tmp_path: Path, bucket: tuple[str, dict[str, str]], caplog: pytest.LogCaptureFixture) -> None:
