@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
-from holdfast import _names, _native
+from holdfast import _durable, _names, _native
 from holdfast._dcp_directories import age_of_listed, remove_tree
 from holdfast._regular import MANIFEST_BYTES_MAX
 from holdfast.drain import slots
@@ -22,13 +22,14 @@ from holdfast.drain.contents import contents_of, files_of, manifest_name, parse,
 from holdfast.drain.copying import Copy
 from holdfast.drain.options import Drain
 from holdfast.drain.places import File, Info, Place, Seen, check_place, open_place, scheme_of
-from holdfast.errors import Error, of_damage
+from holdfast.errors import Error, of_damage, of_system
 
 __all__ = ["Found", "Reader", "SecondPlace", "fetch", "find", "let_go", "open_place"]
 
 logger = logging.getLogger("holdfast")
 
 _AT_ONCE = 16  # range reads
+_asides: dict[str, list[_durable.Presence]] = {}  # of this process's loads, by directory
 
 
 def held(path: str) -> contextlib.AbstractContextManager[None]:
@@ -104,7 +105,7 @@ def fetch(place: Place, info: Info, directory: str, options: Drain) -> str:
     """Copies a checkpoint into a directory, verified, and returns its path. What is there already is not copied again.
 
     Another save of its name, or a user's files there, stays: the copy is then made below a directory that `let_go`
-    removes.
+    removes, and until then no recovery.
     """
     from holdfast.drain.file_system import Directory
 
@@ -115,8 +116,15 @@ def fetch(place: Place, info: Info, directory: str, options: Drain) -> str:
             return target.path(there.slot)
     if any(there.name == info.name for there in complete) or not target.may_take(info, lambda: contents_of(place, info).names()):
         # The name is one that a recovery removes with all in it, for a load that was killed.
-        aside = _names.retired(_names.hidden(info.name)[1:], info.attempt)
-        return fetch(place, info, os.path.join(directory, aside), options)
+        aside = os.path.abspath(os.path.join(directory, _names.retired(_names.hidden(info.name)[1:], info.attempt)))
+        _durable.make_directory(aside)
+        with of_system(f"fetch into {aside}"):
+            _asides.setdefault(aside, []).append(_durable.Presence(aside))
+        try:
+            return fetch(place, info, aside, options)
+        except BaseException:
+            _asides[aside].pop().clear()
+            raise
     # The limit of the rate is for the time of the training, which waits now.
     try:
         late = Copy(place, target, dataclasses.replace(options, bytes_per_second=None), threading.Event()).run(info).late
@@ -128,9 +136,13 @@ def fetch(place: Place, info: Info, directory: str, options: Drain) -> str:
 
 
 def let_go(path: str) -> None:
-    """Removes what `fetch` has copied beside another save of its name."""
+    """Removes what `fetch` has copied beside another save of its name, unless another load uses it."""
     aside = os.path.dirname(path)
     if _names.is_retired_hidden(os.path.basename(aside)):
+        if held := _asides.get(aside):
+            held.pop().clear()
+        if _native.saves_at_work(aside) == "trainer":
+            return
         try:
             remove_tree(aside)
         except Error as error:  # the load has done its work
