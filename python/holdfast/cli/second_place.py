@@ -10,7 +10,7 @@ from typing import Any
 
 from holdfast.cli import storage_options, text
 from holdfast.drain.copying import verify as verify_one
-from holdfast.drain.places import open_place
+from holdfast.drain.places import open_place, scheme_of
 from holdfast.drain.remote import find
 from holdfast.errors import Error, counted
 
@@ -27,6 +27,9 @@ def verify(arguments: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print one JSON document; each fault has its reason alone, as text")
     try:
         parsed = parser.parse_args(arguments)
+        for path in parsed.urls:
+            if not scheme_of(path):
+                parser.error(f"{path} is a path: verify it by a command without URLs")
         storage = storage_options.given(parsed, "verify")
     except SystemExit as end:  # other options are for directories
         return _WRONG_LINE if end.code else 0
