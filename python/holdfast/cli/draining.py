@@ -104,7 +104,12 @@ def run(arguments: argparse.Namespace) -> int:
             os.listdir(arguments.source)
     events: list[dict[str, Any]] = []
     unprinted: list[OSError] = []
-    tell = Telling(sys.stdout.fileno()) if arguments.json and arguments.watch else None
+
+    def unheard(error: OSError) -> None:  # of the output: the drain ends; to the sweep it would be an error of a place
+        unprinted.append(error)
+        running.stop()
+
+    tell = Telling(sys.stdout.fileno(), unheard) if arguments.json and arguments.watch else None
 
     def note(event: dict[str, Any]) -> None:
         if event["event"] == "seen":  # for a trainer
@@ -115,9 +120,8 @@ def run(arguments: argparse.Namespace) -> int:
         events.append(event) if event["event"] != "progress" else None
         try:
             _print(event, quiet=arguments.json)
-        except OSError as error:  # of the output: the drain ends; to the sweep it would be an error of a place
-            unprinted.append(error)
-            running.stop()
+        except OSError as error:
+            unheard(error)
 
     check_apart(arguments.source, arguments.target)
     if (directory := path_of(arguments.source)) is not None:
@@ -138,6 +142,8 @@ def run(arguments: argparse.Namespace) -> int:
             kind: [{k: v for k, v in e.items() if k != "event"} for e in events if e["event"] == kind]
             for kind in ("arrived", "removed", "failed")
         })  # fmt: skip
+    if running.ended_by:
+        return 128 + running.ended_by
     if error is not None:
         raise error
     if not arguments.json and not arguments.watch and not events:

@@ -32,10 +32,14 @@ class Running:
 
     Args:
         watch: goes on until `finish`; otherwise it is as if that had been called at the beginning.
+
+    Attributes:
+        ended_by: the signal that has ended the drain before its time; 0: none.
     """
 
     def __init__(self, following: Following, tell: Tell, *, watch: bool) -> None:
         self._following, self._tell, self._watch = following, tell, watch
+        self.ended_by = 0
         self._condition = threading.Condition()
         self._tickets: list[int] = []
         self._rung = False
@@ -214,6 +218,7 @@ def on_signals(running: Running, watch: bool, *, has_trainer: bool = False) -> N
             is_first = False
             if not has_trainer:
                 running.finish()
+        running.ended_by = number
         running.stop()
         time.sleep(_STOP_SECONDS)
         os._exit(128 + number)  # as a kill, which costs time only; at an exit Python would wait for the call
@@ -269,10 +274,11 @@ class Telling:
 
     Args:
         descriptor: that they are written to.
+        unheard: called with each error of a write.
     """
 
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
+    def __init__(self, descriptor: int, unheard: Callable[[OSError], None] = lambda error: None) -> None:
+        self._descriptor, self._unheard = descriptor, unheard
         self._condition = threading.Condition()
         self._events: list[dict[str, Any]] = []
         self._is_writing = False
@@ -305,6 +311,8 @@ class Telling:
                 self._condition.wait_for(lambda: self._events)
                 events, self._events, self._is_writing = self._events, [], True
             text = b"".join(json.dumps(event, separators=(",", ":")).encode() + b"\n" for event in events)
-            with contextlib.suppress(OSError):
+            try:
                 while text:
                     text = text[os.write(self._descriptor, text) :]
+            except OSError as error:
+                self._unheard(error)
