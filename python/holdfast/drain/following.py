@@ -21,7 +21,7 @@ from holdfast.drain import slots, tiers
 from holdfast.drain.copying import Copy, is_passing
 from holdfast.drain.options import Drain
 from holdfast.drain.places import Info, Place, age_of, identity_of, path_of
-from holdfast.errors import Error, of_system
+from holdfast.errors import Error, counted, of_system
 
 POLL_SECONDS = 1.0
 _BACKOFF_MAX = 60.0
@@ -84,7 +84,8 @@ class Following:
         self._replacing: dict[str, Info] = {}  # checkpoints that have arrived, by name, until older saves of the name are gone
         self._trouble = 0  # errors since something has moved
         self._trouble_since: float | None = None  # and since a sweep was at its end
-        self._told: set[str] = set()  # what is said once
+        self._told: dict[str, None] = {}  # what is said once; the latest texts
+        self._kept: list[Error] = []  # why checkpoints that retention would remove stay
         self._swept: tuple[object, float] = None, 0.0
         self._over: tuple[set[str], float] = set(), 0.0  # names of what the first place has too much of, and when they were looked for
         self._seen = source.seen, target.seen  # as was told
@@ -434,6 +435,7 @@ class Following:
     def _apply_retention(self, local: list[Info]) -> Error | None:
         """Returns the first error of a removal: a place that lets nothing be deleted holds up nothing else, nor does one checkpoint there."""
         assert self._remote is not None
+        self._kept = []
         # A store that lets nothing be deleted fills no local disk.
         errors = _of_each(self._replacing.values(), self._remove_replaced)
         gone = tiers.to_remove_remotely(local, self._remote, self._rules, self.failed, self._chosen(local))
@@ -441,8 +443,11 @@ class Following:
         leaving = self._may_go(tiers.to_remove_locally(local, self._remote, self._rules))
         self._send_beside(leaving)
         errors += _of_each(leaving, self._remove_locally)
-        for error in errors[1:]:
-            self._tell({"event": "trouble", "code": error.code, "message": error.message, "retry_in": None})
+        # One text of those that stay, however many they are: the next sweep has the same.
+        more = f"; likewise {counted(len(self._kept) - 1, 'other checkpoint')}" if len(self._kept) > 1 else ""
+        for error in (*self._kept[:1], *errors[1:]):
+            self._tell({"event": "trouble", "code": error.code, "message": error.message + more, "retry_in": None})
+            more = ""
         return errors[0] if errors else None
 
     def _may_go(self, gone: list[Info]) -> list[Info]:
@@ -468,7 +473,7 @@ class Following:
                 return
             if error.code != "FAILED_PRECONDITION":
                 raise
-            self._tell({"event": "trouble", "code": error.code, "message": error.message, "retry_in": None})
+            self._kept.append(error)
             return
         self._tell({"event": "removed", "place": which, "name": info.name, "why": "retention"})
 
