@@ -36,11 +36,12 @@ class Directory:
         self._path = os.path.abspath(path)
         self.seen = seen
         self.is_gone = False
+        self._begun: set[str] = set()  # slots of copies that are not complete
         self._locks: dict[str, int] = {}
         self._present: dict[str, _durable.Presence] = {}  # in the slots of copies
         self._put: dict[str, set[str]] = {}  # files of drains beside the checkpoint of a slot into which files come late
         self._listing = Listing(self._path)
-        self._digests: dict[str, tuple[object, tuple[str, ...]]] = {}  # of files that no manifest names, by path, with their status
+        self._digests: dict[str, dict[str, tuple[object, tuple[str, ...]]]] = {}  # of files that no manifest names, by slot, with their status
 
     def path(self, slot: str) -> str:
         return os.path.join(self._path, slot)
@@ -78,7 +79,10 @@ class Directory:
         if not self._is_there():
             return [], []
         try:
-            return self._listing.complete(format)
+            complete, passed_over = self._listing.complete(format)
+            there = {info.slot for info in complete}
+            self._digests = {slot: digests for slot, digests in self._digests.items() if slot in there}
+            return complete, passed_over
         finally:  # what was listed, or why not, is of another file system where this one was unmounted meanwhile
             self._is_there()
 
@@ -195,14 +199,15 @@ class Directory:
         with of_system(f"open {path}"):
             status = os.stat(path, follow_symlinks=False)
         stamp = (status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
-        known = self._digests.get(path)
+        of_slot = self._digests.setdefault(slot, {})
+        known = of_slot.get(name)
         if known is None or known[0] != stamp:
             digests = []
             with self.opened(slot, name) as read:
                 for begin in range(0, status.st_size, _native.CHUNK_BYTES):
                     pace(min(_native.CHUNK_BYTES, status.st_size - begin))
                     digests.append(_regular.digest(read(begin, min(begin + _native.CHUNK_BYTES, status.st_size))))
-            known = self._digests[path] = stamp, tuple(digests)
+            known = of_slot[name] = stamp, tuple(digests)
         return File(BESIDE + name, status.st_size, _native.CHUNK_BYTES, known[1])
 
     # ---- Writing.
@@ -216,6 +221,7 @@ class Directory:
         with slots.of_copy(path):
             with slots.of_name(path, ()), of_system(f"make directory {path}"), contextlib.suppress(FileExistsError):
                 os.mkdir(path)
+            self._begun.add(slot)
             with slots.of_name(path):
                 self._take(slot)
         return slot
@@ -244,7 +250,6 @@ class Directory:
             present.clear()
 
     def let_go(self) -> None:
-        """Ends all copies into the directory that have failed. What they have left may be removed, or completed by others."""
         for slot in list(self._locks):
             self._end(slot)
 
@@ -392,6 +397,7 @@ class Directory:
                 os.rename(path, final)
                 _durable.sync_directory(self._path)
         self._end(slot)
+        self._begun.discard(slot)
         if replaced:
             slots.remove_unnamed(replaced)
 
@@ -516,7 +522,8 @@ class Directory:
             match = _names.UNCOMMITTED.fullmatch(slot)
             if match and match["kind"] != "fenced" and judging.is_over(self, slot, complete.get(match["name"])):
                 replaced.append(slot)
-        given_up = [slot for slot in self._locks if slot.rpartition("-")[2] not in keep]
+        given_up = [slot for slot in self._begun if slot.rpartition("-")[2] not in keep]
+        self._begun.difference_update(given_up)
         removed = []
         for slot in (*replaced, *given_up):
             self._end(slot)

@@ -28,6 +28,7 @@ _BACKOFF_MAX = 60.0
 _PROGRESS_SECONDS = 1.0
 _CLEAN_SECONDS = 3600.0
 _NAMED = 3  # of files, in a message
+_TOLD_MAX = 10_000
 _SETTLE_SECONDS = 0.5
 _SWEEP_SECONDS = 60.0  # file times have ticks, and a change within one may stay unseen
 
@@ -324,7 +325,9 @@ class Following:
 
     def _tell_once(self, code: str, message: str) -> None:
         if message not in self._told:
-            self._told.add(message)
+            self._told[message] = None
+            if len(self._told) > _TOLD_MAX:
+                del self._told[next(iter(self._told))]
             self._tell({"event": "trouble", "code": code, "message": message, "retry_in": None})
 
     def _local(self) -> list[Info]:
@@ -378,6 +381,7 @@ class Following:
             # With an errno it is of the place, as a file in the way of a directory: no checkpoint arrives, and each is tried again.
             if error.code != "DATA_LOSS" and (error.code != "FAILED_PRECONDITION" or error.errno):
                 raise
+            self._target.let_go()
             # The copy is as this try has left it.
             self.failed[info.key], self._failed_as[info.key] = error, (*files[:2], self._signature(info)[2])
             self._tell({"event": "failed", "name": info.name, "step": info.step, "code": error.code, "message": error.message})

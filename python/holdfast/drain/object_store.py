@@ -147,6 +147,7 @@ class Store:
             self._check_is_store()
         with ThreadPoolExecutor(_AT_ONCE, "holdfast-drain") as pool:
             looked = list(pool.map(lambda item: self._look(*item), objects.items()))
+        self._judged = {slot: judged for slot, judged in self._judged.items() if slot in objects}
         self._known = {key: record for key, record in self._known.items() if key[0].partition("/")[0] in objects}
         return {slot: (objects[slot], found) for slot, found in zip(objects, looked, strict=True)}
 
