@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from command_line import holdfast as command
-from draining import PLAIN, names, save, swept, until, verdicts
+from draining import PLAIN, bound, names, save, swept, until, verdicts
 
 import holdfast
 from holdfast.drain import Drain, beside
@@ -175,3 +175,18 @@ def test_verify_takes_urls_and_paths_apart(tmp_path: Path, url: str) -> None:
     save(tmp_path / "run", 1, elements=10)
     done = command("verify", url, tmp_path / "run", torch=False)
     assert done.status == 64 and f"{tmp_path / 'run'} is a path" in done.error and "Traceback" not in done.error, done
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts")
+def test_a_name_that_the_file_system_takes_for_another_replaces_nothing(tmp_path: Path) -> None:
+    """As on a file system without the case of letters, where `Best` leads to `best`."""
+    run, far = tmp_path / "run", tmp_path / "far"
+    for name in ("best", "Best"):
+        holdfast.save({"w": torch.randn(9)}, run / name, step=1)
+    shutil.copytree(run / "best", far / "best")
+    (far / "Best").mkdir()
+    with bound(far / "best", far / "Best"):
+        (failed,) = [event for event in _events(run, open_place(str(far))) if event["event"] == "failed"]
+        assert failed["name"] == "Best" and "takes this name for that of best" in failed["message"]
+    assert holdfast.verify(far / "best")["verdict"] == "sound"
+    assert (far / "best" / "holdfast.commit.json").read_bytes() == (run / "best" / "holdfast.commit.json").read_bytes()

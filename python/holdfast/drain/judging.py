@@ -27,7 +27,12 @@ def replaceable(place: Place, info: Info, new: set[str]) -> tuple[Info | None, o
     if not stat.S_ISDIR(os.lstat(path).st_mode):
         raise Error("FAILED_PRECONDITION", f"replace {path}: it is a link or a file, and no checkpoint; move it away")
     before = slots.stamp(path)
-    old = next((c for c in place.complete()[0] if c.name == info.name), None)
+    complete = place.complete()[0]
+    for other in complete:
+        if other.name != info.name and _is_same(place.path(other.slot), path):
+            raise Error("FAILED_PRECONDITION", f"replace {path}: the file system takes this name for that of {other.name}, another checkpoint; "
+                        "save under another name")  # fmt: skip
+    old = next((c for c in complete if c.name == info.name), None)
     if old and age_of(old) > age_of(info):
         raise Error("ABORTED", f"replace {path}: a later save has arrived there")
     foreign = set(os.listdir(path))
@@ -46,6 +51,14 @@ def replaceable(place: Place, info: Info, new: set[str]) -> tuple[Info | None, o
         raise Error("FAILED_PRECONDITION", f"replace {path}: {min(foreign)} is no file of a complete "
                     "checkpoint; move the directory away")  # fmt: skip
     return old, before
+
+
+def _is_same(a: str, b: str) -> bool:
+    """Whether two names are of one entry, as where letters count without their case."""
+    try:
+        return os.path.samestat(os.lstat(a), os.lstat(b))
+    except FileNotFoundError:
+        return False
 
 
 def _is_unreadable(place: Place, slot: str, name: str) -> bool:
