@@ -20,22 +20,8 @@ constexpr size_t kStackBytes = 256 * 1024;  // sanitizers need most of it
 // ioprio_set(2); not in the C library's headers.
 constexpr int kIoPriorityWhoProcess = 1;
 
-// Makes one attempt and returns io_uring's result: bytes or -errno.
-int32_t Attempt(const Transfer& transfer) {
-  const int fd = transfer.request.fd;
-  const auto offset = static_cast<off_t>(transfer.offset());
-  // At most the largest result; the rest is a short transfer.
-  constexpr uint32_t kBytesMax = 1u << 30;
-  const size_t bytes = transfer.bytes() < kBytesMax ? transfer.bytes() : kBytesMax;
-  HOLDFAST_ASSERT(fd >= 0 && bytes > 0 && offset >= 0);
-  const ssize_t result = transfer.request.opcode == Opcode::kWrite
-                             ? sys::Sys().pwrite(fd, transfer.buffer(), bytes, offset)
-                             : sys::Sys().pread(fd, transfer.buffer(), bytes, offset);
-  return result < 0 ? -errno : static_cast<int32_t>(result);
-}
-
 void Run(Transfer* transfer) {
-  while (transfer->Advance(Attempt(*transfer)) == Next::kAgain) {
+  while (transfer->Advance(transfer->Attempt()) == Next::kAgain) {
   }
   HOLDFAST_ASSERT(transfer->error != 0 || transfer->done == transfer->request.bytes ||
                   transfer->request.opcode == Opcode::kRead);

@@ -21,6 +21,18 @@ Next Transfer::Fail(int32_t number) {
   return Next::kFinished;
 }
 
+int32_t Transfer::Attempt() const {
+  const auto at = static_cast<off_t>(offset());
+  // At most the largest result; the rest is a short transfer.
+  constexpr uint32_t kBytesMax = 1u << 30;
+  const size_t count = bytes() < kBytesMax ? bytes() : kBytesMax;
+  HOLDFAST_ASSERT(request.fd >= 0 && count > 0 && at >= 0);
+  const ssize_t result = request.opcode == Opcode::kWrite
+                             ? sys::Sys().pwrite(request.fd, buffer(), count, at)
+                             : sys::Sys().pread(request.fd, buffer(), count, at);
+  return result < 0 ? -errno : static_cast<int32_t>(result);
+}
+
 Next Transfer::Advance(int32_t result) {
   HOLDFAST_ASSERT(from <= done && done < request.bytes);
   HOLDFAST_ASSERT(error == 0);

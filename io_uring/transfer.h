@@ -74,6 +74,9 @@ struct Transfer {
   uint64_t offset() const { return request.offset + from; }
   uint32_t bytes() const { return request.bytes - from; }
 
+  /// Makes the next attempt by pread(2) or pwrite(2). Returns io_uring's result: bytes or -errno.
+  int32_t Attempt() const;
+
   /// Processes the result of an attempt (bytes or -errno). kAgain: start another attempt.
   Next Advance(int32_t result);
 

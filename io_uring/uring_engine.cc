@@ -268,6 +268,9 @@ bool UringEngine::Finish(uint32_t index, int32_t result, Completion* out) {
   if (hook != nullptr) {
     result = hook(static_cast<uint8_t>(transfer.request.opcode), transfer.request.tag, result);
   }
+  // The kernel got no thread for the request, as under a limit of processes. The caller needs no
+  // thread.
+  if (result == -ECANCELED && !closing_) result = transfer.Attempt();
   if (transfer.Advance(result) == Next::kAgain) {
     if (broken_ == 0 && !closing_) {
       Prepare(index);

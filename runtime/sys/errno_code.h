@@ -50,12 +50,12 @@ constexpr FailureCode CodeOfErrno(int error_number) {
     case ETIMEDOUT:
     case ETIME:
       return FailureCode::kDeadlineExceeded;
-    case ECANCELED:
-      return FailureCode::kCancelled;
     case EOPNOTSUPP:
     case ENOSYS:
       return FailureCode::kUnimplemented;
     case EAGAIN:
+    // Of the kernel's own, and not by a user's request.
+    case ECANCELED:
     case EBUSY:
     case EINTR:
     case EPIPE:

@@ -106,7 +106,8 @@ const std::vector<Call>& Calls() {
       {"wait", [] { sys::g_system.uring_wait = FaultyRingWait; }, {EINTR, EAGAIN, EIO}},
       {"transfer",
        [] { sys::g_system.uring_result = FaultyResult; },
-       {EIO, ENOSPC, EDQUOT, EFBIG, EAGAIN, EINTR, ENOMEM, EINVAL, EOPNOTSUPP, kShort, kNone}},
+       {EIO, ENOSPC, EDQUOT, EFBIG, EAGAIN, EINTR, ECANCELED, ENOMEM, EINVAL, EOPNOTSUPP, kShort,
+        kNone}},
   };
   return *calls;
 }

@@ -117,6 +117,25 @@ TEST_P(QueueTest, RetriesInterruptedAndRefusedTransfers) {
   EXPECT_EQ(Run(WriteAt(0, 4096)).error, EAGAIN);
 }
 
+std::atomic<int> g_own_attempts{0};
+
+TEST_P(QueueTest, MakesTransfersItselfThatTheKernelHasNoThreadFor) {
+  HOLDFAST_OPEN_OR_SKIP(Options());
+  ASSERT_NO_FATAL_FAILURE(MakeFile());
+  g_own_attempts = 0;
+  Planted planted(queue_.get());
+  planted->uring_result = [](uint8_t, uint64_t, int32_t) -> int32_t { return -ECANCELED; };
+  planted->pwrite = [](int fd, const void* buffer, size_t bytes, off_t offset) {
+    ++g_own_attempts;
+    return pwrite(fd, buffer, bytes, offset);
+  };
+  const Completion end = Run(WriteAt(0, 1u << 20));
+  EXPECT_EQ(end.error, 0);
+  EXPECT_EQ(end.bytes, 1u << 20);
+  EXPECT_GE(g_own_attempts, 1);
+  EXPECT_TRUE(FileHolds(0, 1u << 20));
+}
+
 TEST_P(QueueTest, ReportsTheErrorOfTheOneTransferThatFailed) {
   HOLDFAST_OPEN_OR_SKIP(Options());
   ASSERT_NO_FATAL_FAILURE(MakeFile());
