@@ -3,8 +3,10 @@
 #ifndef HOLDFAST_RUNTIME_BASE_MUTEX_H_
 #define HOLDFAST_RUNTIME_BASE_MUTEX_H_
 
+#include <pthread.h>
+#include <time.h>
+
 #include <chrono>
-#include <condition_variable>
 #include <mutex>
 
 #include "absl/base/thread_annotations.h"
@@ -37,27 +39,37 @@ class ABSL_SCOPED_LOCKABLE MutexLock {
 };
 
 /// Callers wait in a loop over a condition, always with a deadline.
+///
+/// In a program for a C library before 2.30 std::condition_variable waits by the clock of the day.
 class Condition {
  public:
-  void NotifyAll() { condition_.notify_all(); }
+  Condition() {
+    pthread_condattr_t attributes;
+    pthread_condattr_init(&attributes);
+    pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC);
+    pthread_cond_init(&condition_, &attributes);
+    pthread_condattr_destroy(&attributes);
+  }
+  ~Condition() { pthread_cond_destroy(&condition_); }
+  Condition(const Condition&) = delete;
+  Condition& operator=(const Condition&) = delete;
+
+  void NotifyAll() { pthread_cond_broadcast(&condition_); }
 
   /// Returns false when `deadline` has passed. `mutex` is held before and after.
   bool WaitUntil(Mutex* mutex, absl::Time deadline) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex) {
-    std::unique_lock<std::mutex> lock(mutex->mutex_, std::adopt_lock);
     // Bounded steps: an infinite deadline must not overflow the clock's arithmetic.
     const absl::Duration left = deadline - base::Now();
     const absl::Duration step = left < absl::Hours(1) ? left : absl::Hours(1);
-    bool in_time = step > absl::ZeroDuration();
-    if (in_time) {
-      condition_.wait_for(lock, absl::ToChronoNanoseconds(step));
-      in_time = base::Now() < deadline;
-    }
-    lock.release();
-    return in_time;
+    if (step <= absl::ZeroDuration()) return false;
+    const auto until = std::chrono::steady_clock::now().time_since_epoch();
+    const timespec end = absl::ToTimespec(absl::FromChrono(until) + step);
+    pthread_cond_timedwait(&condition_, mutex->mutex_.native_handle(), &end);
+    return base::Now() < deadline;
   }
 
  private:
-  std::condition_variable condition_;
+  pthread_cond_t condition_;
 };
 
 }  // namespace holdfast::base
