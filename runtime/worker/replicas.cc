@@ -40,29 +40,44 @@ struct Text {
   }
 };
 
-/// A manifest, mapped for reading.
-class MappedManifest {
+/// A manifest, read into memory. A mapping of the file would end the process by SIGBUS where a page
+/// cannot be read.
+class OtherManifest {
  public:
-  MappedManifest(int directory, const char* name) {
+  OtherManifest(int directory, const char* name) {
     const int fd = sys::OpenOwned(directory, name, O_RDONLY | O_CLOEXEC | O_NOFOLLOW, 0);
     if (fd < 0) return;
     struct stat status = {};
     if (sys::Sys().fstat(fd, &status) == 0 && status.st_size > 0) {
-      const auto bytes = static_cast<size_t>(status.st_size);
-      void* const memory = sys::Sys().mmap(nullptr, bytes, PROT_READ, MAP_PRIVATE, fd, 0);
-      if (memory != MAP_FAILED) text_ = {static_cast<const char*>(memory), bytes};
+      room_ = static_cast<size_t>(status.st_size);
+      void* const memory = sys::Sys().mmap(nullptr, room_, PROT_READ | PROT_WRITE,
+                                           MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+      if (memory != MAP_FAILED) Read(fd, static_cast<char*>(memory));
     }
     sys::CloseOwned(fd);
   }
-  ~MappedManifest() {
-    if (text_.begin != nullptr) sys::Sys().munmap(const_cast<char*>(text_.begin), text_.bytes);
+  ~OtherManifest() {
+    if (text_.begin != nullptr) sys::Sys().munmap(const_cast<char*>(text_.begin), room_);
   }
-  MappedManifest(const MappedManifest&) = delete;
-  MappedManifest& operator=(const MappedManifest&) = delete;
+  OtherManifest(const OtherManifest&) = delete;
+  OtherManifest& operator=(const OtherManifest&) = delete;
+  /// As much of it as can be read.
   const Text& text() const { return text_; }
 
  private:
+  void Read(int fd, char* memory) {
+    text_ = {memory, 0};
+    while (text_.bytes < room_) {
+      const ssize_t got = sys::Sys().pread(fd, memory + text_.bytes, room_ - text_.bytes,
+                                           static_cast<off_t>(text_.bytes));
+      if (got <= 0) return;
+      HOLDFAST_ASSERT(static_cast<size_t>(got) <= room_ - text_.bytes);
+      text_.bytes += static_cast<size_t>(got);
+    }
+  }
+
   Text text_;
+  size_t room_ = 0;
 };
 
 /// Returns the tensor of the first part of `extent` that the other rank has not, or kNoIndex.
@@ -110,7 +125,7 @@ void NameDifference(JobRun* run, uint32_t rank, layout::RankFailure* failure) {
   SetText(failure, "the number or the layout of the replicated files");
   char name[kNameBytes];
   RankManifestName(*job, rank, name);
-  const MappedManifest manifest(run->directory, name);
+  const OtherManifest manifest(run->directory, name);
   const Text& theirs = manifest.text();
   if (theirs.begin == nullptr) return;
   for (uint32_t f = 0; f < job->file_count; ++f) {

@@ -1,10 +1,15 @@
 // Replicated files: rank 0 writes what all ranks have alike, and the save fails where it is not
 // alike.
+#include <fcntl.h>
+#include <limits.h>
+#include <sys/stat.h>
+
 #include <filesystem>
 #include <memory>
 #include <string>
 #include <vector>
 
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
@@ -13,6 +18,7 @@
 #include "holdfast/plan.h"
 #include "holdfast/recovery.h"
 #include "holdfast/verify.h"
+#include "runtime/sys/system.h"
 #include "runtime/worker/planted_bugs.h"
 #include "tests/testing/save_test.h"
 
@@ -190,6 +196,26 @@ TEST_P(Replicas, AnotherLayoutFailsAllRanks) {
   ranks[1].replicas = Named(TrainingState::Uniform(4, 3u << 20, 7), "same.");
   SaveAll(&ranks);
   ExpectAllFailed(ranks, "rank 1 and rank 0 differ in");
+}
+
+TEST_P(Replicas, AManifestThatEndsEarlyEndsNoTrainer) {
+  if (!IsThread()) GTEST_SKIP() << "the call is this process's";
+  // As of one that is cut behind the look at its length.
+  sys::g_system.fstat = [](int fd, struct stat* out) {
+    char path[PATH_MAX] = {};
+    const std::string link = absl::StrCat("/proc/self/fd/", fd);
+    const int result = sys::kKernel.fstat(fd, out);
+    if (sys::kKernel.readlinkat(AT_FDCWD, link.c_str(), path, sizeof(path) - 1) > 0 &&
+        absl::EndsWith(path, "manifest.json")) {
+      out->st_size += 1 << 20;
+    }
+    return result;
+  };
+  std::vector<Rank> ranks = Equal();
+  ranks[2].replicas.tensors()[3].bytes[1000] ^= 1;
+  SaveAll(&ranks);
+  sys::g_system = sys::kKernel;
+  ExpectAllFailed(ranks, "rank 2 and rank 0 differ in tensor");
 }
 
 TEST_P(Replicas, AreRefusedInAFrameworksDirectory) {
