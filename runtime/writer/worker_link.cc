@@ -119,10 +119,13 @@ absl::Status WorkerLink::WatchTrainer() {
 absl::Status WorkerLink::WatchWorker() {
   pidfd_ = base::UniqueFd(sys::PidfdOwned(pid_));
   if (pidfd_.valid()) return absl::OkStatus();
+  const int error = errno;
+  // The host reaps all children, and the child has ended: the number may be another process's.
+  if (error == ESRCH) pid_ = -1;
   // Without a pidfd there is no proof that the worker is gone, and no fallback.
   return base::ErrnoStatus("watch by pidfd_open",
                            "the worker that was just started (the launcher thread needs none)",
-                           errno);
+                           error);
 }
 
 absl::Status WorkerLink::StartSpawned(const LinkOptions& options, base::UniqueFd worker_end) {
@@ -279,8 +282,8 @@ void WorkerLink::Kill() {
   if (pidfd_.valid()) {
     sys::Sys().pidfd_send_signal(pidfd_.get(), SIGKILL);
   } else if (pid_ > 0) {
-    // Only where opening the pidfd of a child of this very call failed: the child is not reaped
-    // yet, so the pid is not reused.
+    // Only where opening the pidfd of a child of this very call failed for another reason than that
+    // the host has reaped the child.
     sys::Sys().kill(pid_, SIGKILL);
   }
 }
