@@ -55,7 +55,9 @@ class RankWait {
   bool Continue(uint32_t rank) {
     HOLDFAST_ASSERT(rank < run_->job->world_size);
     constexpr uint64_t kShare = 8;
-    const uint64_t waited = sys::NowNs() - begin_ns_;
+    const uint64_t now = sys::NowNs();
+    sys::OwnGap::Forgive(gap_.Round(now), now, &begin_ns_);
+    const uint64_t waited = now - begin_ns_;
     const uint64_t limit = DeadlineNs(run_->job->time_ranks_max_ns);
     if (waited >= limit) {
       RankWatch& watch = run_->ranks;
@@ -79,6 +81,7 @@ class RankWait {
  private:
   JobRun* run_;
   uint64_t begin_ns_;
+  sys::OwnGap gap_;
   uint64_t sleep_max_ns_;
 };
 

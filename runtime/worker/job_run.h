@@ -11,6 +11,7 @@
 #include "io_uring/queue.h"
 #include "runtime/layout/board.h"
 #include "runtime/layout/job.h"
+#include "runtime/sys/own_gap.h"
 #include "runtime/worker/rank_board.h"
 
 namespace holdfast::worker {
@@ -83,8 +84,9 @@ struct WriteState {
   uint32_t undigested_count = 0;
   uint32_t next_extent = 0;  ///< Taken from the log, not yet submitted.
   bool has_next = false;
-  uint32_t proven = 0;        ///< Extents written and re-digested.
-  uint64_t progress_ns = 0;   ///< When something was last published or completed.
+  uint32_t proven = 0;       ///< Extents written and re-digested.
+  uint64_t progress_ns = 0;  ///< When something was last published or completed.
+  sys::OwnGap gap;
   uint32_t memory_waits = 0;  ///< Of the job's, as last seen.
   uint64_t allowed_ns = 0;    ///< The byte-rate limit lets the next write start then.
   uint64_t rang_ns = 0;
@@ -106,11 +108,12 @@ struct RankWatch {
   uint64_t beat_at_ns = 0;
   uint64_t place_at_ns = 0;
   uint64_t waiting_since_ns = 0;  ///< 0: this rank still works on its own part.
-  layout::RankFailure seen;       ///< Why the save cannot go on.
-  uint32_t said_by = 0;           ///< The rank in whose slot `seen` stands.
-  bool found_here = false;  ///< `seen` is this rank's own finding and is not on the board yet.
-  bool promoted = false;    ///< Rank 0: a recovery has given the directory its final name.
-  bool left = false;        ///< This rank's failure is on the board.
+  sys::OwnGap gap;
+  layout::RankFailure seen;  ///< Why the save cannot go on.
+  uint32_t said_by = 0;      ///< The rank in whose slot `seen` stands.
+  bool found_here = false;   ///< `seen` is this rank's own finding and is not on the board yet.
+  bool promoted = false;     ///< Rank 0: a recovery has given the directory its final name.
+  bool left = false;         ///< This rank's failure is on the board.
 };
 
 struct JobRun {

@@ -40,6 +40,23 @@ uint64_t LookEvery(const layout::Job& job) {
   return beat < kLookNs ? beat : kLookNs;
 }
 
+uint32_t NoteCount(const JobRun& run) { return run.Decides() ? run.job->world_size : 1; }
+
+/// Other ranks may have been stopped together with this process, and their signs of life come
+/// later.
+void ForgiveGap(JobRun* run, uint64_t now) {
+  RankWatch& watch = run->ranks;
+  const uint64_t half = LivenessNs(*run->job) / 2;
+  const uint64_t gap =
+      watch.gap.Round(now, half < sys::OwnGap::kLeastNs ? half : sys::OwnGap::kLeastNs);
+  if (gap == 0) return;
+  HOLDFAST_ASSERT(watch.notes != nullptr);
+  for (uint32_t i = 0; i < NoteCount(*run); ++i) {
+    sys::OwnGap::Forgive(gap, now, &watch.notes[i].changed_ns);
+  }
+  if (watch.waiting_since_ns != 0) sys::OwnGap::Forgive(gap, now, &watch.waiting_since_ns);
+}
+
 RankState OwnState(const JobRun& run) { return run.voted ? RankState::kVoted : RankState::kJoined; }
 
 void Beat(JobRun* run, uint64_t now) {
@@ -200,8 +217,7 @@ bool JoinRanks(JobRun* run) {
     return FailErrno(run, Operation::kJoinRanks, errno);
   }
   const uint64_t now = sys::NowNs();
-  const uint32_t count = run->Decides() ? job.world_size : 1;
-  for (uint32_t i = 0; i < count; ++i) watch.notes[i] = PulseNote{.changed_ns = now};
+  for (uint32_t i = 0; i < NoteCount(*run); ++i) watch.notes[i] = PulseNote{.changed_ns = now};
   watch.beat_at_ns = now + LivenessNs(job) / kBeatsPerLiveness;
   return !RanksHaveFailed(run);
 }
@@ -210,6 +226,7 @@ bool RanksHaveFailed(JobRun* run) {
   RankWatch& watch = run->ranks;
   if (!watch.board.is_open() || run->voted) return false;
   const uint64_t now = sys::NowNs();
+  ForgiveGap(run, now);
   if (now < watch.look_at_ns) return false;
   watch.look_at_ns = now + LookEvery(*run->job);
   if (LookAtRanks(run) != Sight::kFailure) return false;
@@ -220,6 +237,7 @@ Sight LookAtRanks(JobRun* run) {
   RankWatch& watch = run->ranks;
   HOLDFAST_ASSERT(watch.board.is_open());
   const uint64_t now = sys::NowNs();
+  ForgiveGap(run, now);
   Beat(run, now);
   if (run->Decides()) {
     if (LookAtPlace(run, now) == Sight::kFailure) return Sight::kFailure;

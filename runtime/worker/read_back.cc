@@ -7,6 +7,7 @@
 
 #include "runtime/layout/launcher.h"
 #include "runtime/sys/assert.h"
+#include "runtime/sys/own_gap.h"
 #include "runtime/sys/owned_fds.h"
 #include "runtime/sys/system.h"
 #include "runtime/worker/accounting.h"
@@ -29,6 +30,7 @@ struct Reader {
   char* buffer = nullptr;
   uint32_t extent_in[kBuffers] = {kNone, kNone, kNone, kNone};
   uint64_t progress_ns = 0;
+  sys::OwnGap gap;
 };
 
 bool SubmitReads(Reader* reader, int fd, uint32_t* next, uint32_t end) {
@@ -92,7 +94,9 @@ bool ReadFile(Reader* reader, int fd, const layout::File& file) {
     for (int i = 0; i < count; ++i) TakeRead(reader, completions[i]);
     if (!run->ok()) return false;
     if ((wakeups & (1u << kDoorbellWatch)) != 0) HearDoorbell(*run->attached);
-    if (sys::NowNs() - reader->progress_ns > DeadlineNs(run->job->time_stalled_max_ns)) {
+    const uint64_t now = sys::NowNs();
+    sys::OwnGap::Forgive(reader->gap.Round(now), now, &reader->progress_ns);
+    if (now - reader->progress_ns > DeadlineNs(run->job->time_stalled_max_ns)) {
       run->read_queue->Describe(run->job->completion.reason, sizeof(run->job->completion.reason));
       return Fail(run, FailureCode::kDeadlineExceeded, Operation::kRead);
     }

@@ -250,6 +250,7 @@ void DescribeStall(JobRun* run) {
 bool Stalled(JobRun* run) {
   const uint64_t limit = DeadlineNs(run->job->time_stalled_max_ns);
   const uint64_t now = sys::NowNs();
+  sys::OwnGap::Forgive(run->write.gap.Round(now), now, &run->write.progress_ns);
   // A limited rate is no stall: the clock starts when the next write may.
   if (MustWaitNs(*run, now) != 0) run->write.progress_ns = now;
   // Waiting for memory of earlier saves is no stall: the trainer waits by a separate deadline.

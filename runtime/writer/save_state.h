@@ -22,6 +22,7 @@
 #include "runtime/format/packed_plan.h"
 #include "runtime/layout/job.h"
 #include "runtime/staging/lease.h"
+#include "runtime/sys/own_gap.h"
 #include "runtime/writer/checksums.h"
 #include "runtime/writer/job_table.h"
 #include "runtime/writer/worker_link.h"
@@ -94,6 +95,7 @@ class SaveState {
   std::optional<writer::Completion> result;  // the worker's, checked
   uint64_t progress_seen = 0;
   uint64_t progress_at_ns = 0;
+  sys::OwnGap gap;
   uint64_t gone_at_ns = 0;  // 0: the worker was not seen gone yet
   bool killed = false;
   bool retired = false;  // its staging memory was released

@@ -272,6 +272,7 @@ void Supervisor::EndAsserted(const std::shared_ptr<SaveState>& save) {
 
 uint64_t Supervisor::TimeWithoutProgress(SaveState* save) {
   const uint64_t now = sys::NowNs();
+  sys::OwnGap::Forgive(save->gap.Round(now), now, &save->progress_at_ns);
   const uint64_t progress =
       layout::Progress(*save->table->job()) - save->users.load(std::memory_order_relaxed);
   if (progress != save->progress_seen) {
