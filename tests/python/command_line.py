@@ -43,7 +43,7 @@ import contextlib, io, json, sys
 from holdfast.cli import main
 
 runs = []
-for arguments in json.load(sys.stdin):
+for arguments in json.loads(sys.argv[1]):
     out, error = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(error):
         try:
@@ -56,11 +56,11 @@ print(json.dumps(runs))
 
 
 def each(*lines: list[object]) -> list[Run]:
-    """Runs command lines one after the other in one process: PyTorch is imported once."""
-    text = json.dumps([[str(argument) for argument in line] for line in lines])
-    done = subprocess.run([sys.executable, "-c", _EACH], input=text.encode(), capture_output=True, timeout=400)
-    assert done.returncode == 0, done
-    return [Run(*run) for run in json.loads(done.stdout)]
+    """Runs command lines one after the other in one process."""
+    program = programs.Program(["-c", _EACH, json.dumps([[str(argument) for argument in line] for line in lines])])
+    out, error = program.communicate(400)
+    assert program.wait() == 0, error
+    return [Run(*run) for run in json.loads(out)]
 
 
 def refused(done: Run, *said: str) -> None:
