@@ -74,8 +74,8 @@ configure_and_build() {
   cmake --build --preset "$1" -j "$jobs" --target "$(target_of "$1")"
 }
 
-# Half of the tests' time is waiting. Meanwhile the passes behind them are built, as far as that comes: each pass then builds
-# what is left, and reports what does not build.
+# Half of the tests' time is waiting, and an installation takes one processor. Meanwhile the passes behind are built, as far
+# as that comes: each pass then builds what is left, and reports what does not build.
 ahead=
 build_ahead() { # PASS...
   set -m        # a process group of its own, in this session: between sessions priorities may not count
@@ -117,10 +117,10 @@ pytest_in() {
 
 python_pass() { # PASS...: the passes behind this one
   local started=$SECONDS built result=0
+  build_ahead "$@"
   say "== python: build"
   build_package || return 1
   built=$((SECONDS - started))
-  build_ahead "$@"
   say "== python: tests"
   started=$SECONDS
   pytest_in python "$root/build/venv/bin/python" || result=1
@@ -132,9 +132,9 @@ python_pass() { # PASS...: the passes behind this one
 left_out=
 frameworks_pass() { # PASS...: as of python_pass
   local started=$SECONDS built result=0
+  build_ahead "$@"
   say "== frameworks: build"
   build_package || return 1
-  build_ahead "$@"
   # A network that answers nothing would hold the command for long.
   if ! timeout 600 "$root/tools/venv.sh" --frameworks; then
     left_out="frameworks: left out: its environment could not be made (see above)"
