@@ -347,6 +347,48 @@ def test_saves_in_flight_survive_changes_of_the_structure(tmp_path: Path) -> Non
         assert len(list(path.iterdir())) == 6, sorted(p.name for p in path.iterdir())
 
 
+def _other_forms(rank: int, directory: str, way: str) -> list[dict[str, Any]]:
+    """Saves tensors that have another shape or dtype on each rank; returns this rank's of each save."""
+    states = []
+    for step in range(5):
+        changes = way == "all ranks change" or (way == "rank 0 changes" and rank == 0)
+        n = step if changes else 0
+        shapes = {"a": 10 + rank + n, "b": 7 - rank + n, "c": 40}
+        names = sorted(shapes, reverse=way == "the order changes" and rank == 0 and step > 0)
+        dtypes = [torch.float32, torch.bfloat16]
+        state = {name: torch.full((shapes[name],), 10.0 * step + rank, dtype=dtypes[rank] if name == "c" else None) for name in names}
+        states.append({name: (tensor.dtype, tensor.tolist()) for name, tensor in state.items()})
+        reduce = uploads.Exchange.reduce
+        if step == 4:  # for the recovery
+
+            def lost(*_: Any) -> Any:
+                raise RuntimeError("lost")
+
+            uploads.Exchange.reduce = lost  # type: ignore[method-assign]
+        try:
+            future = holdfast.dcp.async_save(state, checkpoint_id=f"{directory}/{step}")
+            assert (future.exception(60) is None) == (step < 4)
+        finally:
+            uploads.Exchange.reduce = reduce  # type: ignore[method-assign]
+        dist.barrier()
+    return states
+
+
+@pytest.mark.parametrize("way", ["all ranks change", "rank 0 changes", "the order changes"])
+def test_what_has_another_form_on_each_rank_is_described_as_it_is_written(way: str, tmp_path: Path) -> None:
+    by_rank = dcp_ranks.run_ranks(2, tmp_path, _other_forms, str(tmp_path), way)
+    assert holdfast.dcp.recover(tmp_path / "4") == [".metadata"]
+    for step, states in enumerate(zip(*by_rank, strict=True)):
+        metadata = dcp.FileSystemReader(tmp_path / str(step)).read_metadata().state_dict_metadata
+        for name, of in metadata.items():
+            like = torch.empty(of.size, dtype=of.properties.dtype)  # type: ignore[union-attr]
+            for loads in (holdfast.dcp.load, dcp.load):
+                target = {name: torch.full_like(like, -1)}
+                loads(target, checkpoint_id=tmp_path / str(step), no_dist=True)
+                found = target[name].dtype, target[name].tolist()
+                assert sum(found == state[name] for state in states) == 1, (step, name, found)
+
+
 def _out_of_order(rank: int, directory: str) -> list[str]:
     outcomes = []
     for names in (("a", "a"), ("b", "c"), ("d", "d")):

@@ -46,12 +46,29 @@ class Plan:
         metadata: of all ranks, without the places of items.
         written: for each rank, the items that it writes.
         left_out: for each rank, its items that another rank writes.
+        unlike: for each rank, what it has itself of items that it leaves out, where shape or dtype is not what
+            the other rank writes. Not in the entry of a file: only the planning of a next save asks for it.
     """
 
     id: str
     metadata: Metadata
     written: list[list[MetadataIndex]]
     left_out: list[list[MetadataIndex]]
+    unlike: list[dict[MetadataIndex, TensorWriteData]] = dataclasses.field(default_factory=list)
+
+    @classmethod
+    def of(cls, id: str, metadata: Metadata, local: list[SavePlan], planned: list[SavePlan]) -> Plan:
+        """A plan from the plans of all ranks, before and after items that several ranks have were left to one."""
+        written = {item.index: item.tensor_data for plan in planned for item in plan.items}
+        made = cls(id, metadata, [[item.index for item in plan.items] for plan in planned], [])
+        for before, row in zip(local, made.written, strict=True):
+            own = set(row)
+            left = [item for item in before.items if item.index not in own and item.index in written]
+            made.left_out.append([item.index for item in left])
+            made.unlike.append(
+                {i.index: i.tensor_data for i in left if i.tensor_data is not None and i.tensor_data != written[i.index]}
+            )
+        return made
 
     @functools.cached_property
     def data(self) -> bytes:
@@ -97,16 +114,17 @@ class Plan:
             for written, left_out in zip(self.written, self.left_out, strict=True)
         ]
 
-    def items(self, indices: Iterable[MetadataIndex]) -> list[WriteItem]:
+    def items(self, row: int, indices: Iterable[MetadataIndex]) -> list[WriteItem]:
         """Items as a rank's own planning makes them."""
-        return [self._item(index) for index in indices]
+        unlike = self.unlike[row] if self.unlike else {}
+        return [self._item(index, unlike.get(index)) for index in indices]
 
-    def _item(self, index: MetadataIndex) -> WriteItem:
+    def _item(self, index: MetadataIndex, own: TensorWriteData | None) -> WriteItem:
         of = self.metadata.state_dict_metadata[index.fqn]
         if isinstance(of, BytesStorageMetadata):
             return WriteItem(index, WriteItemType.BYTE_IO)
-        chunk = self._chunks[index]
-        return WriteItem(index, WriteItemType.SHARD, tensor_data=TensorWriteData(chunk, of.properties, of.size))
+        own = own or TensorWriteData(self._chunks[index], of.properties, of.size)
+        return WriteItem(index, WriteItemType.SHARD, tensor_data=own)
 
     @functools.cached_property
     def _chunks(self) -> dict[MetadataIndex, ChunkStorageMetadata]:
@@ -209,9 +227,9 @@ def assemble(parts: list[Part], plans: dict[str, Plan], path: str) -> Metadata:
 
 def _merged(parts: list[Part], plans: dict[str, Plan],
             path: str) -> tuple[Metadata, list[list[MetadataIndex]]]:  # fmt: skip
-    written = [(plans[p.plan], plans[p.plan].written[p.row]) for p in parts]
-    check_kinds([of.items(row + of.left_out[part.row]) for part, (of, row) in zip(parts, written, strict=True)], path)
-    there = {index for _, row in written for index in row}
+    written = [(plans[p.plan], p.row, plans[p.plan].written[p.row]) for p in parts]
+    check_kinds([of.items(number, row + of.left_out[number]) for of, number, row in written], path)
+    there = {index for _, _, row in written for index in row}
     for part in parts:
         for index in plans[part.plan].left_out[part.row]:
             if index not in there:
@@ -219,10 +237,11 @@ def _merged(parts: list[Part], plans: dict[str, Plan],
                     "FAILED_PRECONDITION",
                     f"save {path}: {index.fqn} was left to another rank, whose state has changed and lacks it; save again",
                 )
-    plan = plan_for_all("", [(of, list(row)) for of, row in written], False)
+    # As the places are: of the first rank. Another one may have another shape or dtype under the name.
+    plan = plan_for_all("", written, lowest_rank=True)
     # The planning's own indices say where in the metadata a chunk stands.
     hinted = {index: index for row in plan.written for index in row}
-    return plan.metadata, [[hinted[index] for index in row] for _, row in written]
+    return plan.metadata, [[hinted[index] for index in row] for _, _, row in written]
 
 
 def check_kinds(ranks: list[list[WriteItem]], path: str) -> None:
@@ -244,23 +263,18 @@ def check_kinds(ranks: list[list[WriteItem]], path: str) -> None:
                 )
 
 
-def plan_for_all(id: str, ranks: list[tuple[Plan, list[MetadataIndex]]], lowest_rank: bool) -> Plan:
+def plan_for_all(id: str, ranks: list[tuple[Plan, int, list[MetadataIndex]]], lowest_rank: bool) -> Plan:
     """Plans for ranks that each have the items of a plan, as the framework's planner does.
 
     Args:
         id: of the new plan.
-        ranks: for each, a plan and its items of that plan.
+        ranks: for each, a plan, its number in that plan, and its items of that plan.
         lowest_rank: whether replicas are written by the first rank that has them.
     """
     planner = DefaultSavePlanner(dedup_save_to_lowest_rank=lowest_rank)
     local = [
-        SavePlan(plan.items(indices), planner_data=plan.metadata.planner_data or {})
-        for plan, indices in ranks
+        SavePlan(plan.items(number, indices), planner_data=plan.metadata.planner_data or {})
+        for plan, number, indices in ranks
     ]
-    planned, metadata = planner.create_global_plan(local)
-    written = [[item.index for item in plan.items] for plan in planned]
-    left_out = []
-    for row, (_, indices) in zip(written, ranks, strict=True):
-        own = set(row)
-        left_out.append([index for index in indices if index not in own])
-    return Plan(id, metadata, written, left_out)
+    planned, metadata = planner.create_global_plan(list(local))
+    return Plan.of(id, metadata, local, planned)

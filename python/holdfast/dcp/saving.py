@@ -148,15 +148,8 @@ class _Saving:
             placed = writer.prepare_global_plan(made)
             # A planner with a cache gives in the place of plans that have not changed empty ones.
             whole = [p if getattr(p, "usable", True) else planner.global_plan[r] for r, p in enumerate(made)]
-            written = [[item.index for item in p.items] for p in whole]
-            left_out: list[list[MetadataIndex]] = [[] for _ in written]
-            if self._compares:
-                somewhere = {index for row in written for index in row}
-                for row, own, before in zip(left_out, map(set, written), local_plans, strict=True):
-                    mine = (item.index for item in before.items)
-                    row += [index for index in mine if index not in own and index in somewhere]
-            plan = Plan(placed[0].storage_data.attempt, metadata, written, left_out)
-            shared = [[index for index in row if index in plan.shared] for row in written]
+            plan = Plan.of(placed[0].storage_data.attempt, metadata, local_plans if self._compares else whole, whole)
+            shared = [[index for index in row if index in plan.shared] for row in plan.written]
             return list(zip(placed, shared, strict=True))
 
         if self.use_collectives:
@@ -380,7 +373,7 @@ class _Saving:
         plan, parts = None, [m.part for m in messages]
         if len({part.plan for part in parts}) > 1:
             rows = [(of_all[p.plan], p.row) for p in parts]
-            ranks = [(of, of.written[row] + of.left_out[row]) for of, row in rows]
+            ranks = [(of, row, of.written[row] + of.left_out[row]) for of, row in rows]
             try:
                 plan = plan_for_all(parts[0].attempt, ranks, self._lowest_rank)
             except ValueError as error:  # of the framework: the states do not fit together
@@ -388,7 +381,7 @@ class _Saving:
         self.line.cache.keep(frozenset().union(*(m.standing.held for m in messages)), plan)
         if plan is None:
             return None
-        return dataclasses.replace(plan, metadata=Metadata({}), left_out=[list(plan.shared)])
+        return dataclasses.replace(plan, metadata=Metadata({}), left_out=[list(plan.shared)], unlike=[])
 
 
 @_arguments.checked
