@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import copy
 import logging
+import os
+from collections import UserDict
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import dcp_ranks
+import numpy as np
 import pytest
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
@@ -217,6 +220,85 @@ def test_keys_that_are_no_text_keep_their_kind(tmp_path: Path) -> None:
     state = {"d": inner}
     holdfast.dcp.load(state, checkpoint_id=tmp_path / "s")
     assert state["d"] is inner and _same(inner, {1: 2.5, (2, 3): torch.ones(2), "x": 4})
+
+
+class _Pair(NamedTuple):
+    a: Any
+    b: Any
+
+
+def _of_all_kinds(first: Any) -> dict[str, Any]:
+    """Objects that the framework's planner replaces by None, or copies."""
+    return {
+        "set": {first}, "array": np.full(2, first), "number": np.float32(first), "complex": first * 1j, "dtype": torch.int8,
+        "pair": _Pair(first, {first}), "list": [{first}, [{first}]], "tuple": ({first}, {"k": {first}}),
+        "dict": {"set": {first}, 5: {first}}, "user": UserDict(set={first}), "mixed": [{"set": {first}}, torch.zeros(1)],
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("why", ["missing", "damaged", "lacking", "not in the target"])
+def test_a_failed_load_leaves_objects_as_they_are(why: str, tmp_path: Path) -> None:
+    saved = {"m": {"w": torch.ones(2)}, "at": 1}
+    into: dict[str, Any] = {"m": {"w": torch.zeros(2)}, "at": 0}
+    if why in ("missing", "lacking"):  # what the checkpoint lacks, below an entry of it, and as one
+        into["m"].update(_of_all_kinds(1))
+        into.update(_of_all_kinds(1))
+    else:
+        saved["m"].update(_of_all_kinds(2))  # type: ignore[attr-defined]
+        into["m"].update(_of_all_kinds(1))
+        if why == "not in the target":
+            saved["m"]["further"] = 3  # type: ignore[index]
+    allow = [_Pair, np.dtype, type(np.dtype("int64")), type(np.dtype("float32"))]
+    with holdfast.Checkpointer(tmp_path, format="dcp") as checkpointer:
+        checkpointer.save(saved, 1)
+        path = Path(checkpointer.path(1))
+        if why == "missing":
+            (path / ".metadata").unlink()
+        elif why == "damaged":
+            (data,) = path.glob("*.distcp")
+            os.truncate(data, 10)
+        inner, parts = into["m"], {key: (value, repr(value)) for key, value in into["m"].items()}
+        with pytest.raises((holdfast.Error, CheckpointException)):
+            if why in ("missing", "damaged"):
+                holdfast.dcp.load(into, checkpoint_id=path)
+            else:
+                checkpointer.load(into=into, allow=allow)
+        assert into["m"] is inner
+        for place in (inner, into) if why in ("missing", "lacking") else (inner,):
+            for key, (_, text) in parts.items():
+                assert key == "w" or repr(place[key]) == text, key
+        assert all(inner[key] is value for key, (value, _) in parts.items())
+
+
+def test_objects_that_a_checkpoint_lacks_stay(tmp_path: Path) -> None:
+    with holdfast.Checkpointer(tmp_path, format="dcp") as checkpointer:
+        checkpointer.save({"m": {"w": torch.ones(2), "s": {3}, "l": [1, 2]}, "s": {3}}, 1)
+        state = {"m": {"w": torch.zeros(2), "s": {1}, "l": [0], **_of_all_kinds(1)}, "s": {1}, **_of_all_kinds(1)}
+        inner, before = state["m"], {**state["m"]}
+        checkpointer.load(into=state, strict=False)
+    assert state["m"] is inner and inner["w"].all() and inner["s"] == state["s"] == {3} and inner["l"] == [1, 2]
+    for key, value in _of_all_kinds(1).items():
+        assert inner[key] is before[key] and repr(inner[key]) == repr(state[key]) == repr(value), key
+
+
+@pytest.mark.parametrize("other", ["aa", "zz"])
+def test_an_object_under_two_names_is_loaded_by_the_one_that_a_checkpoint_has(other: str, tmp_path: Path) -> None:
+    model, optimizer = _made(torch.optim.SGD, lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    values: dict[str, Any] = {"x": 0, "l": [0, {"y": 0}]}
+    state = {"opt": optimizer, "sch": scheduler, "values": values}
+    with holdfast.Checkpointer(tmp_path, format="dcp") as checkpointer:
+        for _ in range(3):
+            optimizer.step()
+            scheduler.step()
+        values.update(x=1, l=[1, {"y": 1}])
+        checkpointer.save(state, 1)
+        saved = scheduler.state_dict(), optimizer.param_groups[0]["lr"]
+        _, fresh = _made(torch.optim.SGD, lr=0.1)
+        anew = torch.optim.lr_scheduler.StepLR(fresh, 1, 0.5)
+        blank: dict[str, Any] = {"x": 0, "l": [0, {"y": 0}]}
+        checkpointer.load(into={"opt": fresh, "sch": anew, "values": blank, other: {"opt": fresh, "sch": anew, "values": blank}}, strict=False)
+    assert (anew.state_dict(), fresh.param_groups[0]["lr"]) == saved and blank == values
 
 
 def _shards(rank: int, path: str) -> list[bool]:

@@ -67,6 +67,8 @@ def _name(path: _Path) -> str:
 class _Target:
     """A state that a load fills.
 
+    The planner gets dicts and lists of its own: it changes what it is given before anything is read.
+
     Attributes:
         state: as the planner takes it, once `complete` has been called: all keys are strings, as in
             the planner's names.
@@ -125,23 +127,21 @@ class _Target:
             return self._view(self._states[id(value)])
         if id(value) in self._views:
             return self._views[id(value)]
-        view = value
+        view: Any = value
         if isinstance(value, Mapping):
-            parts = {str(key): self._view(item) for key, item in value.items()}
-            if len(parts) == len(value) and not all(key in value and parts[key] is value[key] for key in parts):
-                view = parts
-        elif isinstance(value, list):
-            items = [self._view(item) for item in value]
-            if not all(map(operator.is_, items, value)):
-                view = items
+            view = {str(key): self._view(item) for key, item in value.items()}
+            if len(view) != len(value):  # the planner refuses two of one name
+                view = {key: self._view(item) for key, item in value.items()}
+        elif isinstance(value, list) and not _is_one_object(value):
+            view = [self._view(item) for item in value]
         if view is not value:
             self._views[id(value)] = view
         return view
 
-    def put(self) -> None:
-        """Puts the values that were read in their places."""
+    def put(self, state: dict[str, Any]) -> None:
+        """Puts the values that were read into `state` in their places."""
         for key in sorted(self._target):
-            value, loaded = self._target[key], self.state[str(key)]
+            value, loaded = self._target[key], state[str(key)]
             placed = self._put(value, loaded)
             if not is_stateful(value) or placed is not value:
                 self._target[key] = placed
@@ -158,7 +158,7 @@ class _Target:
             return value
         view, container = self._views.get(id(value)), value
         if isinstance(view, Mapping) and isinstance(loaded, Mapping) and view.keys() == loaded.keys():
-            pairs = [(key, item, loaded[str(key)]) for key, item in value.items()]
+            pairs = [(key, item, loaded[key if key in loaded else str(key)]) for key, item in value.items()]
         elif isinstance(view, list) and isinstance(loaded, list) and len(view) == len(loaded):
             pairs = list(zip(range(len(value)), value, loaded, strict=True))
         else:  # it was no view, or the checkpoint has it as one object
@@ -168,6 +168,41 @@ class _Target:
             if placed is not item:
                 container[key] = placed
         return value
+
+
+def _is_one_object(value: list[Any]) -> bool:
+    """Whether the planners take a list for one object: it has no tensor and no dict, at any depth of lists."""
+    return not any(
+        isinstance(item, (torch.Tensor, Mapping)) or is_stateful(item) or (isinstance(item, list) and not _is_one_object(item))
+        for item in value
+    )
+
+
+def _own(view: Any, made: dict[int, Any]) -> Any:
+    """A view with all dicts, lists and tuples anew, also in what is one object; `made`: of views that occur again, by id."""
+    if isinstance(view, tuple):
+        return tuple(_own(item, made) for item in view)
+    if not isinstance(view, (dict, list)):
+        return view
+    if id(view) not in made:
+        own: Any = [] if isinstance(view, list) else {}
+        made[id(view)] = own
+        if isinstance(view, list):
+            own += (_own(item, made) for item in view)
+        else:
+            own.update((key, _own(item, made)) for key, item in view.items())
+    return made[id(view)]
+
+
+def _restored(view: Any, own: Any) -> Any:
+    """`own`, made of a view, with the view's objects, which the framework's planner replaces by None and by copies."""
+    if type(view) is dict and isinstance(own, dict):
+        own.update({key: _restored(item, own[key]) for key, item in view.items() if key in own})
+        return own
+    if type(view) is list and not _is_one_object(view) and isinstance(own, list) and len(own) == len(view):
+        own[:] = map(_restored, view, own)
+        return own
+    return own if isinstance(view, torch.Tensor) else view
 
 
 def _with_memory(state: Any, path: _Path, metadata: Metadata) -> Any:
@@ -315,7 +350,9 @@ class _Planner:
         assert metadata is not None
         self._metadata = metadata
         self._fill.complete(metadata)
-        self._planner.set_up_planner(self._fill.state, metadata, is_coordinator)
+        self.state = _own(self._fill.state, {})
+        self._planner.set_up_planner(self.state, metadata, is_coordinator)
+        _restored(self._fill.state, self.state)
 
     def create_local_plan(self) -> LoadPlan:
         plan = self._planner.create_local_plan()
@@ -371,4 +408,4 @@ def load_into(state_dict: Any, reader: StorageReader | None, checkpoint_id: Any,
     wrapped: Any = _Planner(planner or DefaultLoadPlanner(), target, path, strict)
     dcp.load({}, checkpoint_id=checkpoint_id, storage_reader=reader, planner=wrapped, process_group=process_group,
              no_dist=no_dist)  # fmt: skip
-    target.put()
+    target.put(wrapped.state)
