@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import dcp_ranks
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -14,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import holdfast
 import holdfast.dcp
+from holdfast.dcp import uploads
 
 
 def _columns(rank: int, path: str, save: bool) -> None:
@@ -42,6 +44,63 @@ def test_shards_of_any_dimension_are_cut_anew(tmp_path: Path) -> None:
     path = str(tmp_path / "run")
     dcp_ranks.run_ranks(2, tmp_path, _columns, path, True)
     dcp_ranks.run_ranks(3, tmp_path, _columns, path, False)
+
+
+def _own_shards(rank: int, directory: str, way: str) -> None:
+    """Each rank saves its shards of DTensors without the other ranks."""
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (2,))
+    groups = [dist.new_group([r]) for r in range(2)]
+    options: dict[str, Any] = {"no_dist": True} if way == "no_dist" else {"process_group": groups[rank]}
+    path = Path(directory, f"r{rank}")
+
+    def state(step: int) -> dict[str, Any]:
+        return {"w": distribute_tensor(torch.arange(8.0) + 10 * step, mesh, [Shard(0)]), "step": step}
+
+    def check(step: int) -> None:
+        for load in (holdfast.dcp.load, dcp.load):
+            target = state(9)
+            reader = holdfast.dcp.StorageReader(path)
+            load(target, storage_reader=reader, **options)
+            assert reader.report["verified"] and target["step"] == step
+            assert torch.equal(target["w"].to_local(), state(step)["w"].to_local())
+        assert holdfast.dcp.verify(path)["verdict"] == "sound"
+
+    for step in (1, 2):
+        holdfast.dcp.save(state(step), checkpoint_id=path, **options)
+        check(step)
+        assert len(list(path.glob("*.distcp"))) == 1
+    assert holdfast.dcp.recover(path) == []
+    reduce = uploads.Exchange.reduce
+
+    def lost(*_: Any) -> Any:
+        raise RuntimeError("lost")
+
+    uploads.Exchange.reduce = lost  # type: ignore[method-assign]
+    assert holdfast.dcp.async_save(state(3), checkpoint_id=path, **options).exception(60) is not None  # type: ignore[union-attr]
+    uploads.Exchange.reduce = reduce  # type: ignore[method-assign]
+    assert holdfast.dcp.recover(path) == [".metadata"]
+    check(3)
+    whole = {"w": torch.full((8,), -1.0)}
+    for load in (holdfast.dcp.load, dcp.load):
+        with pytest.raises(CheckpointException, match="r.* has a part of it alone, of the rank that saved it"):
+            load(whole, storage_reader=holdfast.dcp.StorageReader(path), **options)
+    other = {"w": distribute_tensor(torch.full((8,), -1.0), mesh, [Shard(0)])}
+    if rank == 1:  # the checkpoint has nothing of its part
+        with pytest.raises(CheckpointException, match="has a part of it alone"):
+            holdfast.dcp.load(other, checkpoint_id=Path(directory, "r0"), **options)
+    assert (whole["w"] == -1).all() and (other["w"].to_local() == -1).all()
+    stock = Path(directory, f"stock{rank}")
+    dcp.save(state(1), checkpoint_id=stock, **options)
+    with pytest.raises(holdfast.Error, match="no commit record that proves this.*no_dist=True"):
+        holdfast.dcp.StorageReader(stock).read_metadata()
+
+
+@pytest.mark.parametrize("way", ["no_dist", "a group of one rank"])
+def test_shards_that_one_rank_saves_alone_are_loaded_by_it(way: str, tmp_path: Path) -> None:
+    dcp_ranks.run_ranks(2, tmp_path, _own_shards, str(tmp_path), way)
 
 
 def _alone(rank: int, path: str) -> None:

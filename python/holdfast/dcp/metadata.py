@@ -98,17 +98,33 @@ def loads(data: bytes, path: str, allow: frozenset[str] = frozenset()) -> Metada
         raise Error("DATA_LOSS", f"load {path}: it holds a {type(metadata).__name__}, no Metadata")
     if getattr(metadata, "storage_meta", None) is None:
         metadata.storage_meta = StorageMeta()
-    # A rank's own metadata has that rank's chunks alone.
-    if not _is_sound(metadata, of_all_ranks=os.path.basename(path) == METADATA):
+    if not _is_sound(metadata):
         raise Error("DATA_LOSS", f"load {path}: its tensors or places lack what they need; it is damaged")
+    # A rank's own metadata has that rank's chunks alone, and so has that of a save without other ranks.
+    if os.path.basename(path) == METADATA:
+        partial = partial_names(metadata)
+        if partial and manifest_digests(Path(path), data, metadata) is None:
+            raise Error(
+                "DATA_LOSS",
+                f"load {path}: it has a part of {partial[0]} alone, and no commit record that proves this; it is damaged, or "
+                "another program has saved one rank's shards with no_dist=True, which torch.distributed.checkpoint.load reads",
+            )
     return metadata
 
 
-def _is_sound(metadata: Metadata, of_all_ranks: bool) -> bool:
-    """Whether everything has its fields, and the chunks of a tensor fill it.
+def partial_names(metadata: Metadata) -> list[str]:
+    """Tensors that the chunks do not fill. PyTorch checks this when it saves, but for a save of one rank alone."""
+    return [
+        name for name, of in metadata.state_dict_metadata.items()
+        if isinstance(of, TensorStorageMetadata) and len(of.size)
+        and sum(math.prod(chunk.sizes) for chunk in of.chunks) != math.prod(of.size)
+    ]  # fmt: skip
 
-    A pickle fills objects in without a look at their classes. PyTorch checks chunks when it saves. When it loads, it
-    leaves what no chunk fills as it was.
+
+def _is_sound(metadata: Metadata) -> bool:
+    """Whether everything has its fields, and the chunks of a tensor lie in it.
+
+    A pickle fills objects in without a look at their classes.
     """
 
     def are_ints(*values: Any) -> bool:
@@ -124,8 +140,9 @@ def _is_sound(metadata: Metadata, of_all_ranks: bool) -> bool:
                 len(shape) == dims and are_ints(*shape) for shape in shapes
             ):
                 return False
-            if dims and not _fills(item, of_all_ranks):
-                return False
+            for chunk in item.chunks:
+                if any(at + n > whole for at, n, whole in zip(chunk.offsets, chunk.sizes, item.size, strict=True)):
+                    return False
         for index, place in (metadata.storage_data or {}).items():
             if not isinstance(index.fqn, str) or not isinstance(place.relative_path, str):
                 return False
@@ -134,13 +151,6 @@ def _is_sound(metadata: Metadata, of_all_ranks: bool) -> bool:
     except (AttributeError, TypeError):
         return False
     return True
-
-
-def _fills(item: TensorStorageMetadata, of_all_ranks: bool) -> bool:
-    for chunk in item.chunks:
-        if any(at + n > whole for at, n, whole in zip(chunk.offsets, chunk.sizes, item.size, strict=True)):
-            return False
-    return not of_all_ranks or sum(math.prod(chunk.sizes) for chunk in item.chunks) == math.prod(item.size)
 
 
 def read(path: Path, allow: frozenset[str] = frozenset()) -> Metadata:

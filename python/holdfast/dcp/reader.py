@@ -8,8 +8,10 @@ import dataclasses
 import functools
 import io
 import logging
+import math
 import os
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,9 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.planner_helpers import _create_chunk_list
 from torch.distributed.checkpoint.storage import StorageReader as _StorageReader
+from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from holdfast import _arguments, _dtypes, _lineage, _native, _plain, _regular, _runtime, directories
@@ -145,6 +149,7 @@ class StorageReader(_StorageReader):
     def _fresh(self) -> None:
         self.load_id = new_attempt()
         self._storage_data: dict[Any, Any] = {}
+        self._partial_names: frozenset[str] = frozenset()
         self._save_id = ""
         self._error: Exception | None = None  # of reading the metadata of all ranks
         self._manifest_digests: list[Any] | None = None
@@ -188,6 +193,7 @@ class StorageReader(_StorageReader):
                 "DATA_LOSS", f"load {self.path}: its metadata does not say where things are"
             )
         self._storage_data = metadata.storage_data
+        self._partial_names = frozenset(_metadata.partial_names(metadata))
         self._save_id = _metadata.save_id_of(metadata)
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
@@ -226,7 +232,22 @@ class StorageReader(_StorageReader):
         self._compared = _Compared([item.storage_index for item in plan.items], proved, loading.direct_io)
         return self._compared
 
+    def _check_filled(self, plan: LoadPlan, planner: LoadPlanner) -> None:
+        """Refuses a target that the stored chunks do not fill: PyTorch leaves the rest of it as it was."""
+        state = getattr(planner, "state_dict", None)
+        found: Counter[str] = Counter()
+        for item in plan.items if self._partial_names else ():
+            found[item.dest_index.fqn] += math.prod(item.lengths)
+        for name in self._partial_names:
+            if isinstance(state, Mapping) and name in state and found[name] < _local_elements(state[name]):
+                raise Error(
+                    "INVALID_ARGUMENT",
+                    f"load {name}: {self.path} has a part of it alone, of the rank that saved it, and the target wants more; "
+                    "load it as that rank has it",
+                )
+
     def _read(self, plan: LoadPlan, planner: LoadPlanner) -> None:
+        self._check_filled(plan, planner)
         compared, self._compared = self._compared, None
         if compared is None or compared.items != [item.storage_index for item in plan.items]:
             compared, self._compared = self._compare(plan), None
@@ -420,6 +441,13 @@ class _CheckedPlanner:
     def load_bytes(self, item: ReadItem, data: io.BytesIO) -> None:
         name = item.storage_index.fqn
         self._planner.load_bytes(item, objects.resaved(data, name, self._allow))
+
+
+def _local_elements(tensor: Any) -> int:
+    """How many elements of a target this rank has."""
+    if isinstance(tensor, DTensor) and tensor.device_mesh.get_coordinate() is None:
+        return 0
+    return sum(math.prod(chunk.sizes) for chunk in _create_chunk_list(tensor))
 
 
 def _read_at(fd: int, info: Any, offset: int, nbytes: int) -> bytes:
