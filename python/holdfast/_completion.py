@@ -178,6 +178,11 @@ class Completion:
             logger.warning("%s: %s; the call waits for the save", self._thread.name, why)
         self._thread.run()
 
+    @property
+    def has_started(self) -> bool:
+        """Whether there is a thread, also after an interrupted `start`."""
+        return self._thread._entry is not None and self._thread.has_set(None)
+
     def name(self, name: str) -> None:
         self._thread.name = name
 

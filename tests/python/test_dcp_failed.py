@@ -23,7 +23,7 @@ from command_line import holdfast as command
 
 import holdfast
 import holdfast.dcp
-from holdfast import _native, events, recovery
+from holdfast import _completion, _native, events, handle, recovery
 from holdfast.dcp import uploads
 from holdfast.errors import of_system
 
@@ -137,6 +137,52 @@ def test_a_save_that_is_interrupted_behind_a_system_call_leaves_nothing(behind: 
     assert codes == ["CANCELLED"]
     assert _names(tmp_path) == []
     holdfast.dcp.save(_state(0, 1), checkpoint_id=path, no_dist=True)
+
+
+def _interrupted_calls(rank: int, directory: str) -> list[str]:
+    """Ctrl-C of rank 1 around each step by which an upload gets under way; what became of the saves, and of each next one."""
+    steps: list[tuple[Any, str]] = [
+        (uploads.Line, "joined"), (events, "begin"), (handle, "begun"), (_completion.Completion, "start"),
+        (_completion._Thread, "start"), (uploads.Upload, "__init__"),
+    ]  # fmt: skip
+    holdfast.dcp.save(_state(rank, 0), checkpoint_id=f"{directory}/0")
+    outcomes = []
+    for number, (of, name) in enumerate([step for step in steps for _ in "ab"]):
+        real, is_before = getattr(of, name), number % 2 == 0
+
+        def interrupted(*what: Any, of: Any = of, name: str = name, real: Any = real, is_before: bool = is_before, **named: Any) -> Any:
+            is_own = of is not _completion._Thread or what[0].name == "holdfast-dcp-finish"
+            is_own = is_own and (of is not _completion.Completion or what[0]._thread.name == "holdfast-dcp-finish")
+            is_own = is_own and (of not in (events, handle) or isinstance(what[0], uploads.Upload))
+            if is_own:
+                setattr(of, name, real)
+            if is_own and is_before:
+                raise KeyboardInterrupt
+            result = real(*what, **named)
+            if is_own:
+                raise KeyboardInterrupt
+            return result
+
+        outcome = ""
+        if rank == 1:
+            setattr(of, name, interrupted)
+        try:
+            future = holdfast.dcp.async_save(_state(rank, number), checkpoint_id=f"{directory}/{name}-{number}")
+            outcome = str(future.exception(30) or "")
+        except KeyboardInterrupt:
+            outcome = "interrupted"
+        after = holdfast.dcp.async_save(_state(rank, number), checkpoint_id=f"{directory}/after-{number}")
+        outcomes += [outcome, str(after.exception(30) or "")]
+        holdfast.flush(30)
+    assert not events.in_flight() and not handle.in_flight()
+    return outcomes
+
+
+def test_an_interrupt_while_an_upload_starts_blocks_no_later_save(tmp_path: Path) -> None:
+    one, two = dcp_ranks.run_ranks(2, tmp_path, _interrupted_calls, str(tmp_path / "run"))
+    assert two == ["interrupted", ""] * 12 and one == [""] * 24  # the save goes on
+    for number in range(12):
+        assert holdfast.dcp.verify(tmp_path / "run" / f"after-{number}")["verdict"] == "sound"
 
 
 def _fail_beside_files(rank: int, directory: str) -> None:

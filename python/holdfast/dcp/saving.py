@@ -41,7 +41,7 @@ from holdfast.dcp.replicas import Differing, Digests, check_replicas, compare, s
 from holdfast.dcp.staging import Stager
 from holdfast.dcp.stock import answers_with_both, why_stock
 from holdfast.dcp.targets import expanded
-from holdfast.dcp.uploads import Call, Exchange, Line, Upload, line_of
+from holdfast.dcp.uploads import Call, Exchange, Line, Upload, line_of, started
 from holdfast.dcp.writer import StorageWriter, Written
 from holdfast.errors import Error
 
@@ -515,9 +515,8 @@ def _upload(saving: _Saving, failure: BaseException | None, raises: bool, who: d
     saving.planner = None  # it has the state
     save = saving.begun.written.save if saving.begun is not None else None
     own, run = _finisher(saving, failure)
-    upload = Upload(str(saving.writer.path), saving.writer.step, own, run, saving.line, save, who,
-                    saving.writer.runtime or _runtime.default)  # fmt: skip
-    upload.start()
+    upload = started(lambda: Upload(str(saving.writer.path), saving.writer.step, own, run, saving.line, save, who,
+                                    saving.writer.runtime or _runtime.default))  # fmt: skip
     if raises:
         upload.durable.seen = True  # nobody has it
         assert raised is not None

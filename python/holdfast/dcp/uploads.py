@@ -62,19 +62,25 @@ class Upload:
         self._own: Callable[[], None] | None = own
         self._run: Callable[[], tuple[Metadata, dict[str, Any]]] | None = run
         self._line = line
-        self._after: Upload | None = line.joined(self)
         self.refused = False
         self.runtime: _runtime.Runtime | None = runtime
         self._exchanged = threading.Event()
+        self._once = threading.Lock()
         self._completion = _completion.Completion(self._run_to_the_end, "holdfast-dcp-finish")
-        events.begin(self)
-        handle.begun(self)
 
     def start(self) -> None:
+        """Puts the upload into the line, and begins with it. To be called again after an interrupt."""
+        if self._once.locked() or self._completion.has_started:
+            return
+        self._line.joined(self)
+        events.begin(self)
+        handle.begun(self)
         self._completion.start()
 
     def _run_to_the_end(self) -> None:
         """The upload's own thread. Whatever is raised here, its future ends."""
+        if not self._once.acquire(blocking=False):
+            return
         metadata = None
         failure: BaseException | None = None
         try:
@@ -103,10 +109,11 @@ class Upload:
     def _exchange(self) -> tuple[Metadata, dict[str, Any]]:
         run, self._run = self._run, None
         assert run is not None
-        if self._after is not None:
+        before = self._line.before(self)
+        if before is not None:
             # First come, first finished, on every rank: exchanges between ranks must not cross.
-            self._after._exchanged.wait()
-            self._after = None
+            before._exchanged.wait()
+        del before
         return run()
 
     def _end(self, metadata: Metadata | None, failure: BaseException | None) -> None:
@@ -149,6 +156,18 @@ class Upload:
 
     def hold_back_training(self) -> None:
         """Does nothing: this rank's `Save` has the copies."""
+
+
+def started(make: Callable[[], Upload]) -> Upload:
+    """Makes and starts an upload. Ctrl-C is raised when this is done: other ranks and younger uploads wait for it."""
+    upload = None
+    try:
+        upload = make()
+        upload.start()
+    except BaseException:
+        (upload or make()).start()
+        raise
+    return upload
 
 
 def _timeout_of(group: Any, configured: float | None) -> timedelta:
@@ -296,7 +315,7 @@ class Line:
         self._lock = threading.Lock()
         self._world = weakref.ref(world) if world is not None else None
         self._groups = groups
-        self._last: Upload | None = None
+        self._uploads: list[Upload] = []
         self._agreed = ""  # the attempt that the ranks agreed on last
         self._generation = -1
         # By path and step, since then: the number of calls, and by how many another rank has made more of them.
@@ -399,16 +418,20 @@ class Line:
         """Half of an attempt's id."""
         return hashlib.sha256(f"{self._agreed} {text}".encode(errors="surrogateescape")).hexdigest()[:16]
 
-    def joined(self, upload: Upload) -> Upload | None:
-        """Puts an upload at the end of the line; returns the one before."""
+    def joined(self, upload: Upload) -> None:
+        """Puts an upload at the end of the line, if it is not in it."""
         with self._lock:
-            before, self._last = self._last, upload
-        return before
+            if upload not in self._uploads:
+                self._uploads.append(upload)
+
+    def before(self, upload: Upload) -> Upload | None:
+        with self._lock:
+            at = self._uploads.index(upload)
+            return self._uploads[at - 1] if at else None
 
     def left(self, upload: Upload) -> None:
-        with self._lock:
-            if self._last is upload:
-                self._last = None
+        with self._lock, contextlib.suppress(ValueError):
+            self._uploads.remove(upload)
 
 
 class _Younger:
