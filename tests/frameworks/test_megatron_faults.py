@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 import holdfast
 import holdfast.megatron
 from holdfast import events
+from holdfast.dcp import metadata
 
 
 def _request(state: State, directory: str) -> Any:
@@ -45,6 +46,10 @@ def _failures(queue: Any, within: float = DEADLINE) -> dict[int, Any]:
             return {rank: failure[0] for rank, failure in error.failures.items()}
         time.sleep(0.005)
     raise AssertionError("no rank has said that it failed")
+
+
+def _files_of_ranks(path: str) -> list[str]:
+    return sorted(name for name in os.listdir(path) if name.endswith((".distcp", ".tmp")) or ".manifest" in name)
 
 
 def _then_works(queue: Any, path: str) -> None:
@@ -117,6 +122,12 @@ def _file_limit(rank: int, directory: str) -> None:
     assert failures[1].errno == errno.EFBIG, failures[1]
     assert f"{path}/__1_1.distcp" in str(failures[1])
     _then_works(queue, path)
+    dist.barrier()
+    before = _files_of_ranks(path)
+    with faults.file_size_limit(8192 if rank == 1 else 1 << 30), pytest.raises(CheckpointException):
+        _request(State(1), path).execute_sync()
+    dist.barrier()
+    assert _files_of_ranks(path) == before  # rank 0, whose files were durable, has removed them
 
 
 def test_the_others_are_told_file_and_errno(tmp_path: Path) -> None:
@@ -214,6 +225,44 @@ def _commit_fails(rank: int, directory: str) -> None:
 
 def test_a_commit_that_fails_is_told_to_all(tmp_path: Path) -> None:
     run(2, tmp_path, _commit_fails, str(tmp_path / "run"))
+
+
+def _no_room_for_the_commit(rank: int, directory: str) -> None:
+    from holdfast.megatron.queue import AsyncCallsQueue
+
+    queue, path = AsyncCallsQueue(), fresh(directory)
+    _request(State(2), path).execute_sync()
+    dist.barrier()
+    before = _files_of_ranks(path)
+    for step in ("_write", "_sync"):
+        real: Callable[..., None] = getattr(metadata, step)
+
+        def fails(where: Path, name: str, *data: bytes, step: str = step, real: Callable[..., None] = real) -> None:
+            if name == ".metadata":
+                raise holdfast.Error("RESOURCE_EXHAUSTED", f"{step} {name}: no room", errno.ENOSPC)
+            real(where, name, *data)
+
+        for way in ("queue", "execute_sync"):
+            setattr(metadata, step, fails if rank == 0 else real)
+            if way == "queue":
+                queue.schedule_async_request(_request(State(3), path))
+                failures = _failures(queue)
+            else:
+                with pytest.raises(CheckpointException) as raised:
+                    _request(State(3), path).execute_sync()
+                failures = {number: failed[0] for number, failed in raised.value.failures.items()}
+            setattr(metadata, step, real)
+            assert [(number, failed.errno) for number, failed in failures.items()] == [(0, errno.ENOSPC)]
+            dist.barrier()
+            # Behind the rename the checkpoint is the new one, and stays whole.
+            assert step == "_sync" or _files_of_ranks(path) == before
+            assert State(2 if step == "_write" else 3).wrong_elements_in(path) == 0
+            dist.barrier()
+    _then_works(queue, path)
+
+
+def test_a_commit_that_fails_leaves_nothing_of_the_save(tmp_path: Path) -> None:
+    run(2, tmp_path, _no_room_for_the_commit, str(tmp_path / "run"))
 
 
 def _sync_fails(rank: int, directory: str) -> None:

@@ -169,4 +169,5 @@ def _failure(rank: int, path: str, why: str, hint: str = "") -> CheckpointExcept
 def discard(messages: Iterable[Message]) -> None:
     """Removes the files of saves that have failed, before they learn of it: they may then begin a new one there."""
     for message in messages:
-        remove_data(message.path, message.part, message.manifest)
+        part = message.part
+        remove_data(message.path, part.attempt, part.metadata, [part.file], message.manifest)

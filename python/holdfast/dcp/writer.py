@@ -524,25 +524,28 @@ class StorageWriter(_StorageWriter):
         staging.trim()
 
 
-def remove_data(directory: str, part: Part, manifest: str) -> None:
+def remove_data(directory: str, attempt: str, name: str, files: list[str], manifest: str) -> None:
     """Removes a rank's files of a save that has failed on all ranks. Does nothing where it was committed after all.
 
     Errors are only told: the next save into the directory, or a recovery, removes the files then.
 
     Args:
         directory: of the save.
-        part, manifest: what the rank's file says of itself, and its manifest's name.
+        attempt: of the save.
+        name: of its metadata file.
+        files, manifest: names of the rank's data files and manifest.
     """
     path = Path(directory)
     try:
         with _metadata.locked(path, time.monotonic() + _TIME_TO_REMOVE):
             with contextlib.suppress(FileNotFoundError):
-                if part.attempt.encode() in _regular.read_whole(path / part.metadata, "read", _regular.METADATA_BYTES_MAX)[0]:
+                if attempt.encode() in _regular.read_whole(path / name, "read", _regular.METADATA_BYTES_MAX)[0]:
                     return
             # The manifest proves that the data file is the save's own. It goes last: a file that a crash leaves is still proven.
-            if placement.lists(path / manifest, [part.file]):
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(path / part.file)
+            if placement.lists(path / manifest, files):
+                for file in files:
+                    with contextlib.suppress(FileNotFoundError):
+                        os.unlink(path / file)
                 os.unlink(path / manifest)
     except (OSError, Error) as error:
         if os.path.isdir(path):

@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import STATE_DICT_TYPE, Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
@@ -319,7 +320,7 @@ def finalize(storage_writer: Any, global_metadata: Metadata | None, dist_wrapper
         storage_writer, global_metadata, dist_wrapper: what the planning has returned.
 
     Raises:
-        CheckpointException: on all ranks, with the failures of all.
+        CheckpointException: on all ranks, with the failures of all. Each has removed its files.
     """
 
     def own() -> Any:
@@ -333,4 +334,9 @@ def finalize(storage_writer: Any, global_metadata: Metadata | None, dist_wrapper
             raise RuntimeError("the coordinator has no metadata: its cache has lost what the ranks rely on")
         storage_writer.finish(global_metadata, results)
 
-    dist_wrapper.all_reduce("write", own, commit)
+    try:
+        dist_wrapper.all_reduce("write", own, commit)
+    except CheckpointException:  # of any other exception only the coordinator knows whether there is a checkpoint
+        if isinstance(storage_writer, FileSystemWriterAsync):
+            storage_writer.cancel()
+        raise

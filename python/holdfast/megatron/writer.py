@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from holdfast import _devices, events
 from holdfast._durable import sync_directory, sync_file
 from holdfast.dcp.items import Layout, resolved
-from holdfast.dcp.writer import StorageWriter, Written
+from holdfast.dcp.writer import StorageWriter, Written, remove_data
 from holdfast.errors import Error, of_system
 from holdfast.megatron import stock
 from holdfast.megatron.group_saves import saves_of
@@ -241,7 +241,7 @@ class FileSystemWriterAsync(StorageWriter):
         return None
 
     def cancel(self) -> None:
-        """Gives this rank's part up and removes its files."""
+        """Gives this rank's part up and removes its files, unless the checkpoint was committed after all."""
         self._release()
         if self.written is None:
             return
@@ -251,9 +251,8 @@ class FileSystemWriterAsync(StorageWriter):
             save.cancel()
         if save.durable.exception() is None:  # it was durable before
             place = self.written.placement
-            for name in [place.manifest, *self.written.layout.files(place.data_file)]:
-                with contextlib.suppress(OSError):
-                    os.unlink(self.path / name)
+            files = self.written.layout.files(place.data_file)
+            remove_data(place.directory, place.attempt, self.metadata_name(), files, place.manifest)
 
     def sync_added(self) -> None:
         """Syncs the files that Megatron has added, and their names.
