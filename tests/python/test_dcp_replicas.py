@@ -177,6 +177,61 @@ def test_a_state_of_another_structure_is_compared(tmp_path: Path) -> None:
     run_ranks(2, tmp_path, change_structure, str(tmp_path))
 
 
+def newly_shared(rank: int, directory: str) -> None:
+    """In the second save rank 1 has what rank 0 alone had in the first: that is compared in the file of rank 0."""
+
+    def state(has: bool, own: str = "") -> dict[str, Any]:
+        late = {
+            "tensor": torch.arange(5.0), "empty": torch.empty(0), "turned": torch.arange(12.0).reshape(3, 4).t(),
+            "object": ("x", 1), "conj": torch.full((2,), 2j).conj(), "plain": 2.5,
+        }  # fmt: skip
+        if own:
+            late[own] = ("x", 2) if own == "object" else late[own] + rank  # type: ignore[operator]
+        return {"w": torch.ones(3), **(late if has else {}), f"own{rank}": torch.ones(1)}
+
+    for number, own in enumerate(("", "tensor", "object", "plain")):
+        for way in ("known", "refuse", "recover", "too large"):
+            path = f"{directory}/{number} {way}"
+            # Another name in each pass, so that no plan of the passes before is known.
+            more = {f"{number} {way}": torch.ones(1)}
+            before = {**state(rank == 0), **more}
+            holdfast.dcp.save(before, checkpoint_id=f"{path} before", replicas="refuse")
+            changed = own if rank == 1 else ""
+            after = {**state(True, changed), **more}
+            if way == "refuse" and own:
+                error = error_of(after, path, replicas="refuse")
+                assert "1 tensor and 0 objects differ" in error.message or own in ("object", "plain"), error.message
+                assert f"under one name: {own} (ranks 1 and 0)" in error.message, error.message
+            elif way == "recover":
+                recovered_state(after, path)
+                assert rank == 1 or holdfast.dcp.recover(path) == ([] if own else [".metadata"])
+                dist.barrier()
+            else:
+                read_bytes_max = replicas._READ_BYTES_MAX
+                replicas._READ_BYTES_MAX = 0 if way == "too large" else read_bytes_max
+                report = report_of(after, path, replicas="warn" if own or way == "too large" else "refuse")
+                replicas._READ_BYTES_MAX = read_bytes_max
+                names = ["tensor", "empty", "turned", "object", "conj", "plain"] if way == "too large" else [own][: bool(own)]
+                assert sorted(report["differing"]) == sorted(names), report
+
+
+def recovered_state(state: dict[str, Any], path: str) -> None:
+    """Saves, and loses the exchange at the end of the save."""
+
+    def lost(*_: Any) -> Any:
+        raise RuntimeError("lost")
+
+    reduce = uploads.Exchange.reduce
+    uploads.Exchange.reduce = lost  # type: ignore[method-assign]
+    holdfast.dcp.async_save(state, checkpoint_id=path, replicas="refuse").exception(60)  # type: ignore[union-attr]
+    uploads.Exchange.reduce = reduce  # type: ignore[method-assign]
+    dist.barrier()
+
+
+def test_what_one_rank_had_alone_is_compared_in_its_file(tmp_path: Path) -> None:
+    run_ranks(2, tmp_path, newly_shared, str(tmp_path))
+
+
 def shapes_and_planners(rank: int, directory: str) -> None:
     class Planner(dcp.DefaultSavePlanner):
         """Plans in every call."""

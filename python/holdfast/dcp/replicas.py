@@ -12,8 +12,8 @@ import functools
 import hashlib
 import io
 import logging
-from collections import Counter
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ logger = logging.getLogger("holdfast.dcp")
 
 _DIGEST_BYTES = 16
 _NAMES_MAX = 20
+_READ_BYTES_MAX = 256 << 20  # of the items of a save that are read from files for their digests
 _BATCH_WORDS = 2 << 20  # of memory of a device that is digested at a time
 
 
@@ -229,12 +230,14 @@ class Differing:
         tensors, objects: how many.
         names: at most 20.
         ranks: for each name, the first rank that has it and one with another value.
+        unknown: how many of the tensors and objects could not be compared.
     """
 
     tensors: int = 0
     objects: int = 0
     names: list[str] = dataclasses.field(default_factory=list)
     ranks: list[tuple[int, int]] = dataclasses.field(default_factory=list)
+    unknown: int = 0
 
     def report(self) -> dict[str, Any]:
         """The fields of a save's report."""
@@ -247,7 +250,8 @@ class Differing:
         shown = ", ".join(f"{name} (ranks {a} and {b})" for name, (a, b) in zip(self.names, self.ranks, strict=True))
         more = ", ..." if self.tensors + self.objects > len(self.names) else ""
         differing = f"{counted(self.tensors, 'tensor')} and {counted(self.objects, 'object')}"
-        return f"{differing} differ between ranks that have them under one name: {shown}{more}"
+        unknown = f" ({self.unknown} of them could not be compared in this save; a next one does)" if self.unknown else ""
+        return f"{differing} differ between ranks that have them under one name{unknown}: {shown}{more}"
 
 
 def compare(parts: list[Part], plans: dict[str, Plan], digests: list[bytes], path: str) -> Differing:
@@ -276,9 +280,21 @@ def compare(parts: list[Part], plans: dict[str, Plan], digests: list[bytes], pat
             before, known = first.setdefault(index, (rank, digest))
             if known != digest:
                 apart.setdefault(index, (before, rank))
-    if len({part.plan for part in parts}) > 1:
-        apart.update(_not_compared(parts, plans, rows))
     found = Differing()
+    left = _READ_BYTES_MAX
+    for index, rank in _not_compared(parts, plans, rows):
+        if index in apart:
+            continue
+        value, nbytes = _written(parts[rank], plans[parts[rank].plan], index, path, left)
+        left -= nbytes
+        if index not in first:
+            first[index] = rank, b"" if value is None else Digests([value]).read()
+            continue
+        before, digest = first[index]
+        is_known = value is not None and bool(digest)
+        if not is_known or not _has_digest(value, digest):
+            apart[index] = before, rank
+            found.unknown += not is_known
     for index, ranks in apart.items():
         of = next(m for m in (_metadata_of(plans[p.plan], index) for p in parts) if m is not None)
         if isinstance(of, BytesStorageMetadata):
@@ -296,15 +312,45 @@ def _metadata_of(plan: Plan, index: MetadataIndex) -> Any:
 
 
 def _not_compared(parts: list[Part], plans: dict[str, Plan],
-                  rows: list[list[MetadataIndex]]) -> dict[MetadataIndex, tuple[int, int]]:  # fmt: skip
-    """What several ranks have, of which one that follows an older plan did not know so."""
+                  rows: list[list[MetadataIndex]]) -> Iterator[tuple[MetadataIndex, int]]:  # fmt: skip
+    """What several ranks have, with each rank that has not digested it: its older plan says that it has this alone."""
+    if len({part.plan for part in parts}) == 1:
+        return
     having: dict[MetadataIndex, list[int]] = {}
     for rank, part in enumerate(parts):
         plan = plans[part.plan]
         for index in plan.written[part.row] + plan.left_out[part.row]:
             having.setdefault(index, []).append(rank)
-    count = Counter(index for row in rows for index in row)
-    return {i: (ranks[0], ranks[1]) for i, ranks in having.items() if len(ranks) > max(1, count[i])}
+    compared = list(map(frozenset, rows))
+    for index, ranks in having.items():
+        for rank in ranks if len(ranks) > 1 else ():
+            if index not in compared[rank]:
+                yield index, rank
+
+
+def _written(part: Part, plan: Plan, index: MetadataIndex, path: str, limit: int) -> tuple[Any, int]:
+    """An item that a rank has written, and its bytes; None and 0 for one that is larger than a limit, or cannot be read."""
+    at = 2 * plan.written[part.row].index(index)
+    offset, length = part.extents[at : at + 2]
+    if length > limit:
+        return None, 0
+    try:
+        with open(os.path.join(path, part.file), "rb") as file:
+            value: Any = io.BytesIO(os.pread(file.fileno(), length, offset))
+        if not isinstance(_metadata_of(plan, index), BytesStorageMetadata):
+            value = torch.load(value, map_location="cpu", weights_only=True)
+    except Exception as error:
+        logger.warning("save %s: compare %s: read %s: %s", path, index.fqn, part.file, error)
+        return None, 0
+    return value, length
+
+
+def _has_digest(value: Any, digest: bytes) -> bool:
+    """Whether a digest is a value's, as the host or as a device makes it."""
+    if digest == Digests([value]).read():
+        return True
+    on_device = of_device([(0, _memory_of(value).contiguous())], 1).numpy().tobytes()
+    return digest == joined([on_device, _form_of(value)])
 
 
 class _Said(PerProcess):
