@@ -195,9 +195,15 @@ def test_ranks_that_are_forked_hand_their_weights_back(tmp_path: Path) -> None:
 
 
 def fill(path: Path, text: str) -> Path:
+    """What has a checkpoint's names."""
     path.mkdir(parents=True)
-    (path / "data").write_text(text)
+    for name in (".metadata", "__0_0.distcp", "meta.pt"):
+        (path / name).write_text(text)
     return path
+
+
+def texts(path: Path) -> dict[str, str]:
+    return {str(p.relative_to(path)): p.read_text() for p in sorted(path.rglob("*")) if p.is_file()}
 
 
 @pytest.mark.parametrize("there", ["nothing", "a directory", "a file", "a link"])
@@ -211,9 +217,9 @@ def test_a_directory_takes_its_name_from_what_stands_there(there: str, tmp_path:
         path.symlink_to(fill(tmp_path / "other", "old"))
     new = fill(Path(directories.unfinished(str(path))), "new")
     directories.commit(str(new), str(path))
-    assert (path / "data").read_text() == "new"
+    assert (path / "meta.pt").read_text() == "new"
     assert sorted(os.listdir(tmp_path)) == (["one.ckpt", "other"] if there == "a link" else ["one.ckpt"])
-    assert there != "a link" or (tmp_path / "other" / "data").read_text() == "old"
+    assert there != "a link" or (tmp_path / "other" / "meta.pt").read_text() == "old"
 
 
 def test_what_a_crash_has_left_goes_with_the_next_save_of_the_name(tmp_path: Path) -> None:
@@ -234,7 +240,96 @@ def test_a_crash_before_the_rename_leaves_the_old_one(tmp_path: Path, monkeypatc
     monkeypatch.setattr(directories, "replace_directory", crash)
     with pytest.raises(KeyboardInterrupt):
         directories.commit(str(new), str(path))
-    assert (path / "data").read_text() == "old"
+    assert (path / "meta.pt").read_text() == "old"
+
+
+def save_into_a_directory_in_use(directory: Path) -> None:
+    run = fill(directory / "run", "old")  # a checkpoint, and what is beside it
+    (run / "config.yaml").write_text("own")
+    job = trainer(directory, 2, every(2, run), strategy=ModelParallelStrategy(1, 1))
+    job.fit(Sharded())
+    (run / "logs").mkdir()
+    (run / "logs" / "one").write_text("own")
+    for _ in range(2):
+        job.save_checkpoint(run)
+    job.strategy.checkpoint_io.teardown()
+
+
+def test_a_save_into_a_directory_in_use_keeps_what_is_not_the_checkpoints(tmp_path: Path) -> None:
+    lightning_ranks.run(tmp_path, save_into_a_directory_in_use, tmp_path)
+    run = tmp_path / "run"
+    assert (run / "config.yaml").read_text() == (run / "logs" / "one").read_text() == "own"
+    for one in (run, run / "step=2.ckpt"):
+        assert holdfast.verify(one)["verdict"] == "sound" and (one / "meta.pt").is_file()
+    assert not list(run.glob(".holdfast-*")) and not list(tmp_path.glob(".holdfast-*"))
+    assert not [name for name in os.listdir(run) if name == "__0_0.distcp" and (run / name).read_bytes() == b"old"]
+
+
+OWN = {"config.yaml": "own", "logs/one": "own"}
+
+
+def in_use(path: Path, with_checkpoint: bool) -> Path:
+    if with_checkpoint:
+        fill(path, "old")
+        (path / "__1_0.distcp").write_text("old")  # of a save by more ranks
+    for name, text in OWN.items():
+        (path / name).parent.mkdir(parents=True, exist_ok=True)
+        (path / name).write_text(text)
+    return path
+
+
+NEW = dict.fromkeys((".metadata", "__0_0.distcp", "meta.pt"), "new")
+
+
+@pytest.mark.parametrize("with_checkpoint", [True, False])
+@pytest.mark.parametrize("step", ["unlink", "rename", "rmdir"])
+def test_a_crash_in_a_commit_into_a_directory_in_use_loses_nothing(
+    step: str, with_checkpoint: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = in_use(tmp_path / "run", with_checkpoint)
+    inode = path.stat().st_ino
+    stock, crashes, calls, at = getattr(os, step), 0, 0, 0
+
+    def crash(*args: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == at:
+            raise KeyboardInterrupt
+        stock(*args)
+
+    for number in range(1, 8):
+        calls, at = 0, number
+        new = fill(Path(directories.unfinished(str(path))), "new")
+        before = texts(path)
+        monkeypatch.setattr(os, step, crash)
+        try:
+            directories.commit(str(new), str(path))
+        except KeyboardInterrupt:
+            crashes += 1
+            found = texts(path)
+            assert OWN.items() <= found.items()
+            assert found.get(".metadata") != "new" or NEW.items() <= found.items()
+            assert found.get(".metadata") is None or found["meta.pt"] == found[".metadata"]
+        monkeypatch.setattr(os, step, stock)
+        if new.exists():  # it was not begun
+            assert before == texts(path)
+            directories.commit(str(new), str(path))
+        directories.complete(str(path))
+        assert texts(path) == {**OWN, **NEW} and os.listdir(tmp_path) == ["run"] and path.stat().st_ino == inode
+    assert crashes >= (0 if step == "unlink" and not with_checkpoint else 1)
+
+
+def test_what_is_put_beside_a_checkpoint_during_a_save_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = fill(tmp_path / "one.ckpt", "old")
+    stock = directories.replace_directory
+
+    def late(*args: str) -> str:
+        (path / "config.yaml").write_text("own")
+        return stock(*args)
+
+    monkeypatch.setattr(directories, "replace_directory", late)
+    directories.commit(str(fill(Path(directories.unfinished(str(path))), "new")), str(path))
+    assert texts(path) == {"config.yaml": "own", **NEW} and os.listdir(tmp_path) == ["one.ckpt"]
 
 
 def _killed_in_a_removal(at: str, step: str) -> None:

@@ -24,13 +24,13 @@ def test_a_kill_in_a_commit_leaves_a_whole_one(exchanges: bool, tmp_path: Path) 
         new = directories.unfinished(path)
         for directory, content in ((path, "old"), (new, "new")):
             os.makedirs(directory, exist_ok=True)
-            (Path(directory) / "part").write_text(content)
+            (Path(directory) / ".metadata").write_text(content)
         child = os.fork()
         if child == 0:
             _commit_and_die(new, path, call, exchanges)
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         directories.unfinished(path)  # the next save
-        assert (Path(path) / "part").read_text() in ("old", "new")
+        assert (Path(path) / ".metadata").read_text() in ("old", "new")
         if status == 0:
             break
         assert status == -signal.SIGKILL
@@ -58,3 +58,14 @@ def _commit_and_die(new: str, path: str, call: int, exchanges: bool) -> None:
         os._exit(0)
     except BaseException:
         os._exit(1)
+
+
+@pytest.mark.parametrize("left", ["-clears", "-moves"])
+def test_what_a_kill_has_left_of_a_commit_outlives_its_directory(left: str, tmp_path: Path) -> None:
+    path = tmp_path / "last.ckpt"
+    new = Path(directories.unfinished(str(path)) + left)
+    new.mkdir()
+    for name in ("__0_0.distcp", ".metadata"):
+        (new / name).write_text(name)
+    directories.complete(str(path))  # the directory that was to stay is gone
+    assert sorted(os.listdir(path)) == [".metadata", "__0_0.distcp"] and os.listdir(tmp_path) == ["last.ckpt"]

@@ -21,7 +21,7 @@ from holdfast.dcp.failures import error_of
 from holdfast.errors import Error
 from holdfast.files import save_file
 from holdfast.handle import Save
-from holdfast.lightning import directories, flavor, hooks
+from holdfast.lightning import agreement, directories, flavor, hooks
 from holdfast.lightning.checkpoint_io import CheckpointIO, location
 from holdfast.lightning.following import Following
 
@@ -103,9 +103,9 @@ class _Sharded:
         begin, rest = self._agreed(checkpoint, filepath, error)
         plugin.order.save(begin.path, lambda: self._begin(begin, rest, state))
         if any(fnmatch.fnmatch(os.path.basename(begin.path), name) for name in plugin.durable_names):
-            self._settle()
+            self._settle(begin.path)
         plugin.deliver()
-        _raise(error, begin.failed_before)
+        _raise(error or (agreement.of(begin.failed_before) if begin.failed_before else None))
 
     def _agreed(
         self: Any, checkpoint: dict[str, Any], filepath: Any, error: BaseException | None
@@ -159,22 +159,28 @@ class _Sharded:
         Raises:
             Error: of a save that has failed on some rank.
         """
-        self._settle()
+        self._settle(checkpoint_path)
         return super().load_checkpoint(checkpoint_path, *args, **kwargs)  # type: ignore[misc]
 
-    def _settle(self: Any) -> None:
-        """Waits on all ranks for their saves; raises on all what has failed on some."""
+    def _settle(self: Any, path: Any) -> None:
+        """Waits on all ranks for their saves; raises on all what has failed on some.
+
+        What a crash has left of a commit of `path` is ended.
+        """
         order = self._plugin().order
         order.wait_for_saves()
         error = order.take_error()
-        _raise(error, self.broadcast(str(error or "")))
+        if self.is_global_zero and error is None:
+            try:
+                directories.complete(os.path.realpath(location(path, "load")))
+            except Error as failed:
+                error = failed
+        _raise(agreement.error_of_ranks(self, error))
 
 
-def _raise(error: BaseException | None, of_rank_0: str) -> None:
+def _raise(error: BaseException | None) -> None:
     if error is not None:
         raise error
-    if of_rank_0:
-        raise Error("ABORTED", f"a save has failed on rank 0: {of_rank_0}")
 
 
 class ModelParallelStrategy(_Sharded, _strategies.ModelParallelStrategy):
