@@ -73,6 +73,8 @@ class CheckpointIO(_Base):
       durable. If that fails, the old checkpoint and the old link stay.
     - A load waits for the save of its path, also for that of another plugin. So do a save and a
       removal. What asks no plugin, such as ``torch.load`` and ``load_from_checkpoint``, does not: `teardown` waits.
+    - With several ranks a load by ``ckpt_path`` and by ``Fabric.load`` waits on all for the saves of rank 0, and
+      fails on all if one has failed. A call of this plugin, or of ``load_raw``, asks its own process alone.
     - The error of a save is raised once: by the next save (which was begun), by the next load, or at
       the end of ``fit``. There all saves are waited for, also after an exception.
     - Loggers are told of a checkpoint when it is there.
@@ -172,10 +174,7 @@ class CheckpointIO(_Base):
             FileNotFoundError: there is none.
             IsADirectoryError: there is a directory.
         """
-        where = location(path, "load")
-        wait_for_all(where)
-        if not _URL.match(where):
-            wait_for_all(os.path.realpath(where))
+        where = self.wait_for(path)
         self.order.raise_error()
         if not _URL.match(where) and os.path.isdir(where):
             raise Error(
@@ -198,6 +197,18 @@ class CheckpointIO(_Base):
             how = "" if _URL.match(where) else f"; `holdfast verify {where}` says whether it is whole"
             add_note(error, f"load {where}: torch.load does not read it{how}")
             raise
+
+    def wait_for(self, path: Any) -> str:
+        """Waits for the saves of a path that is to be loaded, also those of other plugins; returns its `location`.
+
+        Raises:
+            Error: of a save of the path that has failed.
+        """
+        where = location(path, "load")
+        wait_for_all(where)
+        if not _URL.match(where):
+            wait_for_all(os.path.realpath(where))
+        return where
 
     def remove_checkpoint(self, path: Any) -> None:
         """Removes a checkpoint behind the save that was begun last, unless that fails."""

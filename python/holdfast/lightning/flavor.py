@@ -51,5 +51,13 @@ def fabric(module: str) -> Any:
 
 def imported(module: str) -> list[Any]:
     """A module of the trainer's package, of every flavor that was imported in this process."""
-    names = [f"{trainer}.{module}" for trainer, _ in _PACKAGES.values() if trainer]
+    return _imported([f"{trainer}.{module}" for trainer, _ in _PACKAGES.values() if trainer])
+
+
+def imported_fabric(module: str) -> list[Any]:
+    """Likewise of Fabric's package."""
+    return _imported(sorted({f"{fabric}.{module}" for _, fabric in _PACKAGES.values()}))
+
+
+def _imported(names: list[str]) -> list[Any]:
     return [sys.modules[name] for name in names if name in sys.modules]

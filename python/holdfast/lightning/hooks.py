@@ -1,7 +1,8 @@
-"""What Lightning does to checkpoints without asking its plugin, brought to it.
+"""What Lightning does to checkpoints without asking its plugin, brought to it, and what all ranks must know of it.
 
 `ModelCheckpoint` makes links, looks whether files are there, and tells loggers of a file right after
-the call; a wrapper around a plugin does not hand on ``teardown``, and some strategies do not call it.
+the call; a wrapper around a plugin does not hand on ``teardown``, and some strategies do not call it. The
+plugin of rank 0 saves, those of all ranks load.
 `install` puts a function in front of each of these. It serves trainers whose plugin is `CheckpointIO`
 and calls the framework's own for all others.
 """
@@ -15,7 +16,7 @@ from typing import Any
 from weakref import WeakKeyDictionary, proxy
 
 from holdfast.errors import add_note
-from holdfast.lightning import flavor
+from holdfast.lightning import agreement, flavor
 
 logger = logging.getLogger("holdfast.lightning")
 
@@ -66,6 +67,12 @@ def install(kind: type) -> None:
     for module in flavor.imported("trainer.trainer"):
         if not hasattr(module.Trainer, "_holdfast_hooks"):
             _into_trainer(module.Trainer, kind)
+    for module in flavor.imported("trainer.connectors.checkpoint_connector"):
+        if not hasattr(module._CheckpointConnector, "_holdfast_hooks"):
+            _into_connector(module._CheckpointConnector, kind)
+    for module in flavor.imported_fabric("fabric"):
+        if not hasattr(module.Fabric, "_holdfast_hooks"):
+            _into_fabric(module.Fabric, kind)
 
 
 def _into_callback(callback: Any, kind: type) -> None:
@@ -184,3 +191,52 @@ def _into_trainer(trainer_class: Any, kind: type) -> None:
 
     trainer_class._teardown = teardown
     trainer_class._holdfast_hooks = True
+
+
+def _into_connector(connector: Any, kind: type) -> None:
+    """In front of a trainer's load, which all ranks begin."""
+    stock = connector.resume_start
+
+    @functools.wraps(stock)
+    def resume_start(self: Any, checkpoint_path: Any = None, *args: Any, **kwargs: Any) -> Any:
+        plugin = plugin_of(self.trainer, kind)
+        if plugin is not None and checkpoint_path and self.trainer.world_size > 1:
+            _wait_on_all(self.trainer.strategy, plugin, checkpoint_path)
+        return stock(self, checkpoint_path, *args, **kwargs)
+
+    connector.resume_start = resume_start
+    connector._holdfast_hooks = True
+
+
+def _into_fabric(fabric: Any, kind: type) -> None:
+    """In front of Fabric's load, which all ranks begin."""
+    stock = fabric.load
+
+    @functools.wraps(stock)
+    def load(self: Any, path: Any, *args: Any, **kwargs: Any) -> Any:
+        # Not `checkpoint_io`, which some strategies refuse.
+        plugin = unwrapped(getattr(self.strategy, "_checkpoint_io", None), kind)
+        if plugin is not None and self.world_size > 1:
+            _wait_on_all(self.strategy, plugin, path)
+        return stock(self, path, *args, **kwargs)
+
+    fabric.load = load
+    fabric._holdfast_hooks = True
+
+
+def _wait_on_all(strategy: Any, plugin: Any, path: Any) -> None:
+    """Waits on all ranks for all saves: one that fails later would fail the load of rank 0 alone.
+
+    Raises:
+        Error: on all ranks, of a save of rank 0 that has failed.
+    """
+    error: BaseException | None
+    try:
+        plugin.order.wait_for_saves()
+        plugin.wait_for(path)
+        error = plugin.order.take_error()
+    except Exception as failed:
+        error = failed
+    error = agreement.error_of_ranks(strategy, error)
+    if error is not None:
+        raise error
