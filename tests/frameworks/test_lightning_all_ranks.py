@@ -10,7 +10,8 @@ import lightning as L
 import lightning_ranks
 import pytest
 import torch
-from lightning_jobs import Model, trainer
+from lightning.pytorch.loggers import CSVLogger
+from lightning_jobs import Model, every, trainer
 
 import holdfast
 from holdfast.lightning import CheckpointIO, files
@@ -104,3 +105,30 @@ def _loads_by_a_trainer(directory: Path) -> None:
 
 def test_a_trainers_load_waits_on_all_ranks_for_the_save_of_rank_0(tmp_path: Path) -> None:
     lightning_ranks.run(tmp_path, _loads_by_a_trainer, tmp_path, ranks=2)
+
+
+class Unreachable(CSVLogger):
+    def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
+        raise OSError("the logger's server cannot be reached")
+
+
+def _is_logged_in_vain(directory: Path) -> None:
+    plugin, saved = CheckpointIO(**SLOW), every(4, directory / "run")
+    job = trainer(directory, 4, saved, devices=2, strategy="ddp", plugins=[plugin], logger=Unreachable(directory))
+    with pytest.raises(Exception, match="cannot be reached"):
+        job.fit(Model())
+
+
+def test_a_logger_that_fails_behind_the_last_save_ends_all_ranks(tmp_path: Path) -> None:
+    lightning_ranks.run(tmp_path, _is_logged_in_vain, tmp_path, ranks=2)
+
+
+def _fails_at_the_end(directory: Path) -> None:
+    files.save = _full_disk  # type: ignore[assignment]
+    trainer(directory, 4, every(4, directory / "run"), devices=2, strategy="ddp", plugins=[CheckpointIO()]).fit(Model())
+
+
+def test_a_training_whose_last_save_has_failed_ends_so_on_all_ranks(tmp_path: Path) -> None:
+    lightning_ranks.Job(tmp_path, _fails_at_the_end, tmp_path, ranks=2).end()
+    assert "step=4.ckpt" in (tmp_path / "failure-0").read_text()
+    assert "a save has failed on rank 0" in (tmp_path / "failure-1").read_text()

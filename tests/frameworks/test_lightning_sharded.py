@@ -142,6 +142,13 @@ def test_an_error_of_one_rank_ends_all_and_leaves_the_older_checkpoint(tmp_path:
     assert os.readlink(tmp_path / "run" / "last.ckpt") == "step=4.ckpt"
 
 
+def test_a_last_save_that_rank_0_cannot_complete_ends_all(tmp_path: Path) -> None:
+    lightning_ranks.Job(tmp_path, train_with_a_fault, tmp_path, 10, ranks=2).end()
+    assert "No space left on device" in (tmp_path / "failure-0").read_text()
+    assert "a save has failed on rank 0" in (tmp_path / "failure-1").read_text()
+    assert entries(tmp_path) == ["last.ckpt", "step=8.ckpt"]
+
+
 def test_what_rank_0_cannot_save_ends_all_ranks(tmp_path: Path) -> None:
     failed = lightning_ranks.Job(tmp_path, train_with_what_has_no_pickle, tmp_path, ranks=2).end()
     assert "TypeError: this has no pickle" in failed and "rank 0 cannot save it" in failed

@@ -173,10 +173,15 @@ def _into_trainer(trainer_class: Any, kind: type) -> None:
         plugin = plugin_of(self, kind)
         if plugin is None:
             return stock(self)
-        error = None
+        error: BaseException | None = None
         try:
-            plugin.wait()
-            error = plugin.order.take_error()
+            try:
+                plugin.wait()
+                error = plugin.order.take_error()
+            except Exception as failed:  # also of a logger, on one rank alone: the others wait for its answer
+                error = failed
+            if not self.interrupted and self.world_size > 1:  # else not all ranks come here
+                error = agreement.error_of_ranks(self.strategy, error)
         finally:
             stock(self)
         if error is None:
