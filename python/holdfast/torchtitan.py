@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -98,7 +99,7 @@ class CheckpointManager(_Base):  # type: ignore[misc]
         if self.save_future is None:
             self._purge()
         else:
-            self.save_future.add_done_callback(lambda save: self._purge() if save.ended_well else None)
+            self.save_future.add_done_callback(lambda save: self._purge() if _ended_well(save) else None)
 
     def _purge(self) -> None:
         """Removes what is older than the newest whole checkpoints that are kept."""
@@ -112,3 +113,8 @@ class CheckpointManager(_Base):  # type: ignore[misc]
         for step in sorted(steps):
             if kept and step < kept[0]:
                 self.purge_queue.put(steps[step])
+
+
+def _ended_well(save: Future[Any]) -> bool:
+    """Whether a future that is done has a result. This is no look at the outcome of one of ours."""
+    return not save.cancelled() and Future.exception(save) is None

@@ -96,6 +96,13 @@ def test_torchtitan_loads_the_values_of_the_call(tmp_path: Path, mode: str) -> N
     run(2, tmp_path, _saves, str(tmp_path / "run"), mode)
 
 
+def _wait_for_names(folder: str, names: set[str]) -> None:
+    deadline = time.monotonic() + DEADLINE
+    while set(os.listdir(folder)) != names:
+        assert time.monotonic() < deadline, os.listdir(folder)
+        time.sleep(0.01)
+
+
 def _purge(rank: int, folder: str) -> None:
     # What a killed job has left: two directories without metadata, newer than the only whole one.
     training = Training(CheckpointManager, folder, "async", keep_latest_k=2)
@@ -116,15 +123,35 @@ def _purge(rank: int, folder: str) -> None:
     for step in (5, 6):
         training.manager.save(step)
         training.manager.maybe_wait_for_saving()
-    deadline = time.monotonic() + DEADLINE
-    while {name for name in os.listdir(folder)} != {"step-5", "step-6"}:
-        assert time.monotonic() < deadline, os.listdir(folder)
-        time.sleep(0.01)
+    _wait_for_names(folder, {"step-5", "step-6"})
     training.manager.close()
 
 
 def test_only_whole_checkpoints_count_as_kept(tmp_path: Path) -> None:
     run(1, tmp_path, _purge, str(tmp_path / "run"))
+
+
+def _purge_remote(rank: int, folder: str, mode: str) -> None:
+    training = Training(CheckpointManager, f"file://{folder}", mode, keep_latest_k=2)
+    training.step()
+    for step in (1, 2, 3):
+        training.manager.save(step)
+        training.manager.maybe_wait_for_saving()
+    _wait_for_names(folder, {"step-2", "step-3"})
+    failed: Future[None] = Future()
+    training.manager.save_future = failed
+    os.makedirs(f"{folder}/step-4")
+    Path(f"{folder}/step-4/.metadata").touch()
+    training.manager._purge_stale_checkpoints()
+    failed.set_exception(OSError("no room"))
+    assert training.manager.purge_queue.empty() and os.path.exists(f"{folder}/step-2")
+    training.manager.save_future = None
+    training.manager.close()
+
+
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+def test_old_checkpoints_go_in_a_remote_folder_too(tmp_path: Path, mode: str) -> None:
+    run(1, tmp_path, _purge_remote, str(tmp_path / "run"), mode)
 
 
 def _fails(rank: int, folder: str) -> None:
