@@ -93,7 +93,21 @@ class CheckpointManager(_Base):  # type: ignore[misc]
             GarbageCollection.collect("GC collection invoked by checkpointer.")
         return answer
 
-    def _purge_stale_checkpoints(self) -> None:
+    def _save(self, curr_step: int, last_step: bool = False) -> bool:
+        self._purges_behind = False
+        saved: bool = super()._save(curr_step, last_step)
+        if self._purges_behind:
+            self._purge_stale_checkpoints()
+        return saved
+
+    def _purge_stale_checkpoints(self, *, saving_step: int | None = None, staging_dir_prefix: str | None = None) -> None:
+        """Removes what is older than those that are kept, once the save that was begun last is durable.
+
+        Args:
+            saving_step: of a torchtitan that calls this before the save: it is called behind it, too.
+            staging_dir_prefix: of names that no save here has.
+        """
+        self._purges_behind = saving_step is not None
         if not self._should_purge():
             return
         if self.save_future is None:
@@ -102,16 +116,18 @@ class CheckpointManager(_Base):  # type: ignore[misc]
             self.save_future.add_done_callback(lambda save: self._purge() if _ended_well(save) else None)
 
     def _purge(self) -> None:
-        """Removes what is older than the newest whole checkpoints that are kept."""
+        """Removes what is older than the newest whole checkpoints that are kept, unless a step is exempt."""
+        storage = getattr(self, "_storage", filesystem)
+        is_exempt = getattr(self, "_is_purge_exempt", lambda step: False)
         steps: dict[int, str] = {}
-        for name in filesystem.listdir(self.folder):
+        for name in storage.listdir(self.folder):
             named = _STEP.search(name)
             if named is not None:
                 steps[int(named[1])] = filesystem.join(self.folder, name)
-        whole = [s for s in sorted(steps) if any(filesystem.isfile(filesystem.join(steps[s], f)) for f in _WHOLE)]
+        whole = [s for s in sorted(steps) if any(storage.isfile(filesystem.join(steps[s], f)) for f in _WHOLE)]
         kept = whole[-self.keep_latest_k :]
         for step in sorted(steps):
-            if kept and step < kept[0]:
+            if kept and step < kept[0] and not is_exempt(step):
                 self.purge_queue.put(steps[step])
 
 

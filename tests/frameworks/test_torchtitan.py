@@ -154,6 +154,58 @@ def test_old_checkpoints_go_in_a_remote_folder_too(tmp_path: Path, mode: str) ->
     run(1, tmp_path, _purge_remote, str(tmp_path / "run"), mode)
 
 
+class NewerStock:
+    """The order of torchtitan's main branch: it asks for the removal before the save, and has steps that stay."""
+
+    def __init__(self) -> None:
+        self.stock = Stock._save
+
+    def __enter__(self) -> None:
+        stock = self.stock
+
+        def save(manager: Any, curr_step: int, last_step: bool = False) -> bool:
+            manager.maybe_wait_for_saving()
+            manager._purge_stale_checkpoints(saving_step=curr_step, staging_dir_prefix=None)
+            manager._purge_stale_checkpoints = lambda: None
+            try:
+                return stock(manager, curr_step, last_step)
+            finally:
+                del manager._purge_stale_checkpoints
+
+        Stock._save = save
+        CheckpointManager._is_purge_exempt = lambda manager, step: step == 2  # type: ignore[attr-defined]
+
+    def __exit__(self, *_: object) -> None:
+        Stock._save = self.stock
+        del CheckpointManager._is_purge_exempt  # type: ignore[attr-defined]
+
+
+def _purge_newer(rank: int, folder: str) -> None:
+    with NewerStock():
+        training = Training(CheckpointManager, folder, "async", keep_latest_k=2)
+        training.step()
+        for step in (1, 2, 3, 4):
+            training.manager.save(step)
+            training.manager.maybe_wait_for_saving()
+        _wait_for_names(folder, {"step-2", "step-3", "step-4"})
+        worker = held_worker()
+        training.manager.save(5)
+        time.sleep(0.2)
+        assert os.path.exists(f"{folder}/step-3/.metadata")  # the newer one is not durable yet
+        os.kill(worker, signal.SIGKILL)
+        with pytest.raises(CheckpointException, match="step-5"):
+            training.manager.maybe_wait_for_saving()
+        assert os.path.exists(f"{folder}/step-3/.metadata")
+        training.manager.save_future = None
+        training.manager.save(6, last_step=True)
+        _wait_for_names(folder, {"step-2", "step-4", "step-6"})
+        training.manager.close()
+
+
+def test_a_torchtitan_that_purges_before_a_save_keeps_exempt_steps(tmp_path: Path) -> None:
+    run(1, tmp_path, _purge_newer, str(tmp_path / "run"))
+
+
 def _fails(rank: int, folder: str) -> None:
     training = Training(CheckpointManager, folder, "async", keep_latest_k=0)
     training.manager.save(1)
