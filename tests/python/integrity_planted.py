@@ -253,6 +253,35 @@ def fails_without_a_reason() -> None:
     _wrap(change)
 
 
+def stays_broken_after_a_worker() -> None:
+    """Once a save has failed, each later one of its process fails."""
+    failed: list[bool] = []
+
+    def change(save: Any, state: Any, path: str) -> Any:
+        if failed:
+            raise holdfast.Error("ABORTED", f"save {path}: its worker was killed by signal 9 (KILL)")
+        try:
+            made = save(state, path)
+        except holdfast.Error:
+            failed.append(True)
+            raise
+        _future(made).add_done_callback(lambda f: failed.extend([True] * bool(f.exception())))
+        return made
+
+    _wrap(change)
+
+
+def stays_broken_after_a_trainer() -> None:
+    """The first save of a process over what another one has left fails."""
+
+    def change(save: Any, state: Any, path: str) -> Any:
+        if next(_calls) == 1 and os.path.exists(path):
+            raise holdfast.Error("ABORTED", f"save {path}: a later save has overtaken it")
+        return save(state, path)
+
+    _wrap(change)
+
+
 def names_no_object() -> None:
     """The message of a failure does not say what has failed."""
 

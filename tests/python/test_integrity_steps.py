@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 import errno
+import itertools
 import json
 import os
 import subprocess
@@ -116,6 +118,87 @@ def test_the_program_runs_one_step_again(tmp_path: Path, capsys: pytest.CaptureF
     assert steps.as_text(*steps.of_text(word)) == word
     assert integrity.main(["--replay", "nothing/fork/pwrite"]) == 2
     assert integrity.main(["--faults", "--scripts", "nothing"]) == 2
+
+
+def crashes(*_: Any) -> None:
+    """In place of the body of a script's process."""
+    os._exit(3)
+
+
+@pytest.mark.parametrize("script", ["file/fork/pwrite", "recovery/0/pwrite", "reading/spawn/pwrite", "drain/holdfast/pwrite"])
+def test_a_kill_that_was_not_made_excuses_nothing(script: str, bench: steps.Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    never = Injection(Step("worker", "fsync", 999), "kill")
+    done = bench.run(script, (never,))
+    assert (done.fired, done.problems) == ([], [])
+    run_injected = jobs.run_injected
+    monkeypatch.setattr(jobs, "run_injected", lambda _, arguments, *rest: run_injected(crashes, arguments, *rest))
+    found = bench.run(script, (never,)).problems
+    assert "v" in {p["invariant"] for p in found} and any("with status 3 without its result" in p["what"] for p in found)
+
+
+def test_a_run_that_did_not_come_to_its_step_counts_as_none(tmp_path: Path, capsys: pytest.CaptureFixture[str],
+                                                            monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    monkeypatch.setattr(processes, "prepare_process", lambda: None)
+    assert integrity.main(["--dir", str(tmp_path), "--replay", "file/fork/pwrite,worker:fsync:999:EIO", "--json"]) == 2
+    told = capsys.readouterr()
+    counts = json.loads(told.out)["counts"]
+    assert (counts.get("runs", 0), counts["not reached"], counts["to run"]) == (0, 1, 1)
+    assert "integrity-fuzz: no run has come to its step" in told.err
+
+
+def test_what_the_order_of_calls_changes_is_tried_again(bench: steps.Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = iter([steps.Run([], Injector("", ()), collections.Counter()) for _ in range(2)])
+    monkeypatch.setattr(bench, "_run", lambda *_: next(ended))
+    bench.run("save/fork/pwrite", (Injection(Step("worker", "fsync", 1), "EIO"),))
+    assert list(ended) == []
+
+
+def test_of_two_kills_none_stands_behind_the_end_of_its_process() -> None:
+    calls = [Injection(Step(role, "fsync", n), act) for role in ("worker", "trainer 0") for n in (1, 2) for act in ("kill", "EIO")]
+    for first, second in itertools.product(calls, calls):
+        same = first.step.role == second.step.role
+        wanted = first.step != second.step and not (first.act == "kill" and same)
+        assert steps._can_both_be(first, second, several=False) is wanted
+        assert steps._can_both_be(first, second, several=True) is (wanted or same and first.step != second.step and second.step.role == "worker")
+
+
+@pytest.mark.parametrize("bug", ["stays_broken_after_a_worker", "stays_broken_after_a_trainer"])
+def test_a_kill_after_which_no_save_works_is_found(bug: str, tmp_path: Path) -> None:
+    role = "worker" if "worker" in bug else "trainer-0"
+    word = f"replace/spawn/pwrite,{role}:openat:1:kill"
+    for plant, found in (("", set()), (f"integrity_planted:{bug}", {"v"})):
+        made = steps.Campaign(str(tmp_path), 1, plant=plant)
+        made.replay(word, 1, lambda _: None)
+        assert made.counts["kills"] == 1
+        assert {e["invariant"] for e in made.escapes} == found, made.escapes
+
+
+@pytest.mark.parametrize("refused", [errno.EPERM, errno.ENOSYS, errno.EINVAL])
+def test_where_no_call_can_be_answered_nothing_succeeds(refused: int, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+                                                        monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    """A filter of the container refuses seccomp."""
+    monkeypatch.setattr(processes, "prepare_process", lambda: None)
+    monkeypatch.setattr(injection, "_seccomp", lambda *_: -refused)
+    assert integrity.main(["--faults", "--scripts", "save", "--dir", str(tmp_path)]) == 2
+    assert f"seccomp: {os.strerror(refused)}" in capsys.readouterr().err
+
+
+def test_a_script_without_a_step_is_trouble(tmp_path: Path, capsys: pytest.CaptureFixture[str],
+                                            monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    monkeypatch.setattr(processes, "prepare_process", lambda: None)
+    run = steps.Run([], Injector("", ()), collections.Counter())
+
+    class Lanes:
+        def __init__(self, *_: Any) -> None: ...
+        def __enter__(self) -> Any:
+            return self
+        def __exit__(self, *_: Any) -> None: ...
+        def run(self, each: Iterator[Any], *_: Any) -> Iterator[Any]:
+            return ((arguments, run) for arguments in each)
+
+    monkeypatch.setattr(steps.lanes, "Lanes", Lanes)
+    assert integrity.main(["--kills", "--scripts", "save", "--dir", str(tmp_path)]) == 2
+    assert "pwrite has no step" in capsys.readouterr().err.replace("io_uring", "pwrite")
 
 
 # ---- What they found.

@@ -291,20 +291,25 @@ def _break_steps(arguments: argparse.Namespace, scratch: str) -> int:
     seed = arguments.seed if arguments.seed is not None else random.SystemRandom().randrange(1 << 32)
     made = steps.Campaign(arguments.dir or scratch, seed, names, arguments.faults, arguments.kills, arguments.pairs)
     tell = _on_stderr if arguments.json else print
-    interrupted = False
+    interrupted, trouble = False, ""
     try:
         if _is_step(arguments.replay):
             made.replay(arguments.replay, max(1, arguments.repeat), tell)
         else:
             tell(f"seed {seed}")
             made.run(arguments.rounds, arguments.time, tell, arguments.per_script, at_once=arguments.jobs)
+        trouble = "" if made.counts["runs"] else "no run has come to its step"
     except KeyboardInterrupt:
         interrupted = True
+    except OSError as error:
+        trouble = str(error)
     _write(arguments.report, made.as_json())
     print(json.dumps(made.as_json(), indent=1) if arguments.json else made.summary())
+    if trouble:
+        _on_stderr(f"integrity-fuzz: {trouble}")
     if made.escapes:
         return ESCAPED
-    return INTERRUPTED if interrupted else 0
+    return INTERRUPTED if interrupted else TROUBLE if trouble else 0
 
 
 def _is_step(text: str) -> bool:

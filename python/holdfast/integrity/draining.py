@@ -68,8 +68,10 @@ def prepare(round_: dict[str, Any], base: str, scratch: str) -> judge.Judge:
         orphans = processes.Orphans()
         trainers = jobs.Life(round_, life, made.directory, scratch)
         trainers.run()
-        orphans.wait(_ORPHANS_SECONDS)
+        left = orphans.wait(_ORPHANS_SECONDS)
         made.hear(trainers.lines, actions)
+        if trainers.problem or left:
+            made.blame("v", f"{trainers.problem}; processes that outlive their trainers: {left}")
         if life == 0 and (errors := drain(base)[1]):
             raise holdfast.Error("INTERNAL", f"a drain without a fault failed: {errors}")
     return made
@@ -87,20 +89,18 @@ def _look(made: judge.Judge, directory: str, thorough: bool) -> list[str]:
     return [c["name"] for c in complete]
 
 
-def run(made: judge.Judge, base: str, injector: Injector, acts: set[str]) -> None:
+def run(made: judge.Judge, base: str, injector: Injector) -> None:
     """Drains with an injection, then without one, and blames what is wrong.
 
     Args:
         made: of `prepare`.
         base: as it was left by `prepare`.
         injector: of the first drain.
-        acts: of its injections.
     """
     source, far = places(base)
-    killed = bool(acts & {"kill", "kill-all"})
-    told, _ = jobs.run_injected(drain, (base,), injector, "drain")
-    if told is None and not killed:
-        made.blame("v", "the process of the drain has ended")
+    told, status = jobs.run_injected(drain, (base,), injector, "drain")
+    if wrong := injector.wrong_end(told is not None, status):
+        made.blame("v", f"the process of the drain {wrong}")
     for error in told[1] if told else ():
         if not injector.fired:
             made.blame("v", f"a drain without a fault failed: {error}")
@@ -113,7 +113,7 @@ def run(made: judge.Judge, base: str, injector: Injector, acts: set[str]) -> Non
     if told and not told[1] and not set(names) >= set(wanted):
         made.blame("i", f"a drain reported no error, and {far} has {names}, without all of {wanted}")
     # A file system without an exchange of names may lose one between two renames.
-    if len(names) < KEEP_LAST and "EINVAL" not in acts:
+    if len(names) < KEEP_LAST and "EINVAL" not in injector.acts:
         made.blame("i", f"a broken drain left {names} in {far}, which had {KEEP_LAST} checkpoints")
     if errors := drain(base)[1]:
         made.blame("v", f"a drain after a broken one failed: {errors}")

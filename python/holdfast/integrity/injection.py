@@ -144,13 +144,17 @@ def forbid(calls: dict[str, str]) -> None:
 
 
 def _give(program: _Program, flags: int) -> int:
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-    result: int = libc.syscall(_SECCOMP, _SET_MODE_FILTER, flags, ctypes.byref(program))
+    ctypes.CDLL(None).prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    result = _seccomp(flags, ctypes.byref(program))
     if result < 0:
-        number = ctypes.get_errno()
-        raise OSError(number, f"seccomp: {os.strerror(number)}")
+        raise OSError(-result, f"seccomp: {os.strerror(-result)}")
     return result
+
+
+def _seccomp(flags: int, program: Any) -> int:
+    """What the call returns, or a negative error number."""
+    result: int = ctypes.CDLL(None, use_errno=True).syscall(_SECCOMP, _SET_MODE_FILTER, flags, program)
+    return result if result >= 0 else -ctypes.get_errno()
 
 
 def why_not() -> str:
@@ -158,7 +162,11 @@ def why_not() -> str:
     if platform.system() != "Linux" or platform.machine() != "x86_64":
         return "it needs Linux on x86-64"
     release = tuple(int(part) for part in platform.release().split("-")[0].split(".")[:2])
-    return "" if release >= (5, 19) else f"it needs Linux 5.19, this is {platform.release()}"
+    if release < (5, 19):
+        return f"it needs Linux 5.19, this is {platform.release()}"
+    # Without a program the kernel answers EFAULT, if it and the container's filter take the flags.
+    refused = -_seccomp(_NEW_LISTENER | _WAIT_KILLABLE, None)
+    return "" if refused == errno.EFAULT else f"seccomp: {os.strerror(refused)}"
 
 
 def install(channel: socket.socket) -> None:
@@ -240,7 +248,7 @@ class Injector:
 
     def __init__(self, directory: str, injections: tuple[Injection, ...] = (), first: str = "begin",
                  last: str = "") -> None:  # fmt: skip
-        self.directory = directory
+        self.directory, self.injections = directory, injections
         self.first, self.last = first, last
         self.steps: dict[Step, str] = {}  # of a script, with what each concerns
         self.fired: list[dict[str, Any]] = []
@@ -269,6 +277,26 @@ class Injector:
         for thread in self._threads:
             thread.join(30)
         self._over = True
+
+    @property
+    def acts(self) -> set[str]:
+        """What it has done."""
+        return {fired["act"] for fired in self.fired}
+
+    @property
+    def has_killed(self) -> bool:
+        """Whether it has killed a trainer, and not workers alone."""
+        return any(f["act"] == "kill-all" or f["act"] == "kill" and f["step"].role != "worker" for f in self.fired)
+
+    def wrong_end(self, returned: bool, status: int) -> str:
+        """What is wrong with the end of the only process but workers; "" where nothing is.
+
+        Args:
+            returned: whether its body did.
+            status: of its exit.
+        """
+        is_right = status == -signal.SIGKILL if self.has_killed else returned and status == 0
+        return "" if is_right else f"has ended with status {status} {'after' if returned else 'without'} its result"
 
     # ---- The listener.
 
@@ -349,10 +377,10 @@ class Injector:
 
 def line(fired: dict[str, Any]) -> dict[str, Any]:
     """What was made of an injection as a line of a trainer, for the judge."""
-    is_worker = fired["step"].role == "worker"
-    kind = ("kill-worker" if is_worker else "kill-trainer") if fired["act"] == "kill" else "fault"
-    return {"event": "fired", "kind": "kill-both" if fired["act"] == "kill-all" else kind, "phase": "step", "rank": 0,
-            "job": 0, "at": fired["at"]}  # fmt: skip
+    role, _, rank = fired["step"].role.partition(" ")
+    kind = ("kill-worker" if role == "worker" else "kill-trainer") if fired["act"] == "kill" else "fault"
+    return {"event": "fired", "kind": "kill-both" if fired["act"] == "kill-all" else kind, "phase": "step",
+            "rank": int(rank or 0), "job": 0, "at": fired["at"]}  # fmt: skip
 
 
 def name_of(number: int) -> str:

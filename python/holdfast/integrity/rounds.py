@@ -37,6 +37,7 @@ class Result:
         log: the last of what the trainers printed.
         seconds: that it took.
         before: by life and job, the rounds that its trainers had run before.
+        outcomes: by save and rank: durable, failed, refused or skipped.
     """
 
     problems: list[dict[str, str]]
@@ -44,6 +45,7 @@ class Result:
     log: str
     seconds: float
     before: list[list[int]] = dataclasses.field(default_factory=list)
+    outcomes: dict[int, dict[int, str]] = dataclasses.field(default_factory=dict)
 
 
 def run(round_: dict[str, Any], directory: str, plant: str = "",
@@ -76,7 +78,8 @@ def run(round_: dict[str, Any], directory: str, plant: str = "",
                     _live(round_, life, place, trainers, orphans, made, injector)
                     if made.problems:
                         break
-            return Result(made.problems, made.counts, _logs(scratch), time.monotonic() - began, before)
+            outcomes = {number: save.outcomes for number, save in made.made.items()}
+            return Result(made.problems, made.counts, _logs(scratch), time.monotonic() - began, before, outcomes)
         finally:
             if any(event["kind"] in schedule.IN_GROUPS for event in schedule.events_of(round_)):
                 memory_groups.clean(run_)

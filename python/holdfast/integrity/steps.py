@@ -41,8 +41,11 @@ _SAVES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "dcp": ("checkpointer-dcp", 1, {"keep_last": 1}),
     "dcp-ranks": ("dcp", 2, {}),
 }
-OTHERS = ("first", "file", "recovery", "reading", "dcp-reading", "drain")
-NAMES = (*_SAVES, *OTHERS)
+_OF_TEMPLATES = ("recovery", "reading", "dcp-reading", "drain")
+NAMES = (*_SAVES, "first", "file", *_OF_TEMPLATES)
+# Between these marks of a script its calls are counted.
+_MARKS = {"first": ("begin", "call 2"), "file": ("file 2", "file 3"), **dict.fromkeys(_OF_TEMPLATES, ("begin", "end"))}
+_MARKS_OF_SAVES = ("call 2", "call 3")
 Problem = dict[str, str]
 
 
@@ -92,10 +95,12 @@ class Bench:
 
     Args:
         directory: on the file system that is tried.
+        plant: as of `trainer.serve`.
     """
 
-    def __init__(self, directory: str) -> None:
+    def __init__(self, directory: str, plant: str = "") -> None:
         self.directory = os.path.join(directory, f"steps-{os.getpid()}")
+        self._plant = plant
         self._templates: dict[str, judge.Judge] = {}
         jobs.start_server()
 
@@ -104,61 +109,71 @@ class Bench:
         shutil.rmtree(self.directory, ignore_errors=True)
 
     def run(self, script: str, injections: tuple[Injection, ...] = ()) -> Run:
-        """Runs a script once.
+        """Runs a script; a second time where it has come to no step, as on a busy machine the order of calls differs.
 
         Args:
             script: of `scripts`.
             injections: each is made once.
         """
-        name = script.split("/")[0]
+        done = self._run(script, injections)
+        return done if done.problems or done.fired or not injections else self._run(script, injections)
+
+    def _run(self, script: str, injections: tuple[Injection, ...]) -> Run:
+        name, counts = script.split("/")[0], collections.Counter[str]()
+        injector = Injector("", injections, *_MARKS.get(name, _MARKS_OF_SAVES))
+        body = self._file if name == "file" else self._of_template if name in _OF_TEMPLATES else self._saves
         os.makedirs(self.directory, exist_ok=True)
-        if name == "file":
-            return self._file(script, injections)
-        if name in ("recovery", "reading", "dcp-reading", "drain"):
-            return self._of_template(script, injections)
-        kill = any(i.act == "kill" for i in injections)
-        made: list[Injector] = []
+        try:
+            problems = body(script, injector, counts)
+        except Exception as error:  # nothing that a run leaves may make a look at it fail
+            problems = [_problem("v", f"what is there cannot be judged: {draining.said(error)}")]
+        return Run(problems, injector, counts)
 
+    def _saves(self, script: str, injector: Injector, counts: collections.Counter[str]) -> list[Problem]:
         def inject(directory: str) -> Injector:
-            marks = ("begin", "call 2") if name == "first" else ("call 2", "call 3")
-            made.append(Injector(directory, injections, *marks))
-            return made[0]
+            injector.directory = directory
+            return injector
 
-        done = rounds.run(_round(script, kill), self.directory, inject=inject)
-        return Run(done.problems, made[0], done.counts)
+        round_ = _round(script, any(i.act == "kill" for i in injector.injections))
+        done = rounds.run(round_, self.directory, self._plant, inject)
+        counts.update(done.counts)
+        return done.problems or _look_at_next(round_, done.outcomes, injector)
 
     # ---- Files.
 
-    def _file(self, script: str, injections: tuple[Injection, ...]) -> Run:
+    def _file(self, script: str, injector: Injector, _counts: collections.Counter[str]) -> list[Problem]:
         _, launcher, engine = script.split("/")
-        directory = os.path.join(self.directory, "files")
+        directory = injector.directory = os.path.join(self.directory, "files")
         shutil.rmtree(directory, ignore_errors=True)
         os.mkdir(directory)
-        injector = Injector(directory, injections, "file 2", "file 3")
+        problems = self._save_files(injector, launcher, engine)
+        if injector.has_killed:  # the saves of the next process work
+            problems += self._save_files(Injector(directory), launcher, engine)
+        return problems
+
+    def _save_files(self, injector: Injector, launcher: str, engine: str) -> list[Problem]:
         orphans = processes.Orphans()
-        told, _ = jobs.run_injected(save_files, (directory, launcher, engine), injector, "trainer 0")
+        told, status = jobs.run_injected(save_files, (injector.directory, launcher, engine), injector, "trainer 0")
         problems: list[Problem] = []
         if left := orphans.wait(rounds.TIME_ORPHANS_MAX):
             problems.append(_problem("iv", f"processes that outlive their trainer: {left}"))
-        killed = any(i.act == "kill" for i in injections)
         allowed, failed = {1, 2, 3}, 0
-        if told is None and not killed:
-            problems.append(_problem("v", "the process of the saves has ended"))
+        if wrong := injector.wrong_end(told is not None, status):
+            problems.append(_problem("v", f"the process of the saves {wrong}"))
         for number, outcome in (told or {}).items():
             failed += bool(outcome)
             if outcome and failed > len(injector.fired):  # a kept worker may be missed by the next save
                 problems.append(_problem("v", f"save {number} of a file failed without a fault: {outcome}"))
-            elif outcome and not _is_clear(outcome, directory):
+            elif outcome and not _is_clear(outcome, injector.directory):
                 problems.append(_problem("v", f"save {number} of a file failed unclearly: {outcome}"))
             if not outcome:
                 allowed = {n for n in allowed if n >= number}
-        judge.recover(directory)
-        problems += _look_at_file(os.path.join(directory, "state.pt"), allowed)
-        return Run(problems, injector, collections.Counter())
+        judge.recover(injector.directory)
+        return problems + _look_at_file(os.path.join(injector.directory, "state.pt"), allowed)
 
     # ---- Scripts on a directory that was made before.
 
-    def _of_template(self, script: str, injections: tuple[Injection, ...]) -> Run:
+    def _of_template(self, script: str, injector: Injector, counts: collections.Counter[str]) -> list[Problem]:
         name = script.split("/")[0]
         directory, template = os.path.join(self.directory, "run"), os.path.join(self.directory, script.replace("/", "-"))
         shutil.rmtree(directory, ignore_errors=True)
@@ -169,27 +184,26 @@ class Bench:
         else:
             shutil.copytree(template, directory, symlinks=True)
         made = copy.deepcopy(self._templates[script])
-        injector = Injector(directory, injections, "begin", "end")
+        injector.directory = directory
         if name == "recovery":
-            self._recover(made, directory, injector, injections)
+            self._recover(made, directory, injector)
         elif name == "drain":
-            draining.run(made, directory, injector, {i.act for i in injections})
+            draining.run(made, directory, injector)
         else:
-            told, _ = jobs.run_injected(read_everything, (made.round, directory, made.format), injector, "reader")
-            killed = any(i.act == "kill" for i in injections)
-            if told is None and not killed:
-                made.blame("v", "the process of the readers has ended")
-            of_process = {i.act for i in injections} & _OF_PROCESS
+            told, status = jobs.run_injected(read_everything, (made.round, directory, made.format), injector, "reader")
+            if wrong := injector.wrong_end(told is not None, status):
+                made.blame("v", f"the process of the readers {wrong}")
             for invariant, what in told or ():
-                if invariant != _PASSED_OVER or of_process:
+                if invariant != _PASSED_OVER or injector.acts & _OF_PROCESS:
                     made.blame("iii" if invariant == _PASSED_OVER else invariant, what)
             made.look(thorough=False)
-        return Run(made.problems, injector, made.counts)
+        counts.update(made.counts)
+        return made.problems
 
-    def _recover(self, made: judge.Judge, directory: str, injector: Injector, injections: tuple[Injection, ...]) -> None:
-        said, _ = jobs.run_injected(recover, (directory,), injector, "recovery")
-        if said is None and not any(i.act == "kill" for i in injections):
-            made.blame("v", "the process of the recovery has ended")
+    def _recover(self, made: judge.Judge, directory: str, injector: Injector) -> None:
+        said, status = jobs.run_injected(recover, (directory,), injector, "recovery")
+        if wrong := injector.wrong_end(said is not None, status):
+            made.blame("v", f"the process of the recovery {wrong}")
         if said and not injector.fired:
             made.blame("v", f"a recovery without a fault failed: {said}")
         elif said and not _is_clear(said, directory):
@@ -240,9 +254,11 @@ class Bench:
             orphans = processes.Orphans()
             trainers = jobs.Life(round_, life, directory, scratch, injector=injector)
             trainers.run()
-            orphans.wait(rounds.TIME_ORPHANS_MAX)
+            left = orphans.wait(rounds.TIME_ORPHANS_MAX)
             injector.close()
             made.hear(trainers.lines + [injection.line(f) for f in injector.fired], actions)
+            if trainers.problem or left:
+                made.blame("v", f"{trainers.problem}; processes that outlive their trainers: {left}")
         shutil.rmtree(scratch)
         return made
 
@@ -261,6 +277,15 @@ _PASSED_OVER = "passed over"
 
 def _problem(invariant: str, what: str) -> Problem:
     return {"invariant": invariant, "what": what}
+
+
+def _look_at_next(round_: dict[str, Any], outcomes: dict[int, dict[int, str]], injector: Injector) -> list[Problem]:
+    """A fault, or a worker's end, fails one save at most; after a trainer's end those of the next life work."""
+    durable = dict.fromkeys(range(round_["ranks"]), "durable")
+    failed = [[a["n"] for a in life if a["do"] == "save" and outcomes.get(a["n"]) != durable] for life in round_["lives"]]
+    if not any(failed[1:]) and (injector.has_killed or len(failed[0]) <= len(injector.fired)):
+        return []
+    return [_problem("v", f"{len(injector.fired)} faults and kills failed the saves {sum(failed, [])}: {outcomes}")]
 
 
 def _is_clear(said: str, directory: str) -> bool:
@@ -418,6 +443,12 @@ def _in_turns(chosen: list[str], left: dict[str, list[tuple[Injection, ...]]]) -
         yield from runs
 
 
+def _can_both_be(first: Injection, second: Injection, several: bool) -> bool:
+    """Whether a run can come to both: a killed process makes no more calls. `several`: there are workers of several ranks."""
+    is_other = second.step.role != first.step.role or several and second.step.role == "worker"
+    return first.step != second.step and (first.act != "kill" or is_other)
+
+
 class Campaign:
     """Runs of scripts, in an order of a seed.
 
@@ -427,15 +458,18 @@ class Campaign:
         names: of scripts; empty: all.
         faults, kills: whether steps fail, and whether they kill.
         pairs: whether two things happen in each run.
+        options: of the commands that it prints.
+        plant: as of `trainer.serve`.
     """
 
     def __init__(self, directory: str, seed: int, names: tuple[str, ...] = (), faults: bool = True, kills: bool = True,
-                 pairs: bool = False) -> None:  # fmt: skip
+                 pairs: bool = False, options: str = "", plant: str = "") -> None:  # fmt: skip
         self.seed = seed
         self.counts: collections.Counter[str] = collections.Counter()
         self.escapes: list[dict[str, Any]] = []
         self._choose = random.Random(f"steps {seed}")
-        self._directory, self._names = directory, names
+        self._bench = functools.partial(Bench, directory, plant)
+        self._names, self._options = names, options
         self._faults, self._kills, self._pairs = faults, kills, pairs
 
     def run(self, runs_max: int | None, seconds_max: float | None, tell: Any = print, per_script: int = 0,
@@ -448,6 +482,9 @@ class Campaign:
             per_script: runs of each script; 0: all.
             scripts_max: so many scripts, which the seed chooses.
             at_once: runs beside each other.
+
+        Raises:
+            OSError: the calls of a script cannot be answered here.
         """
         began, told = time.monotonic(), 0
         chosen = scripts(self._names)
@@ -459,12 +496,12 @@ class Campaign:
             return ((script, ()) for script in chosen)
 
         def disturbed() -> Iterator[tuple[str, tuple[Injection, ...]]]:
-            for script, injections in itertools.islice(_in_turns(chosen, left), runs_max):
-                if seconds_max is not None and time.monotonic() - began > seconds_max:
+            for i, (script, injections) in enumerate(itertools.islice(_in_turns(chosen, left), runs_max)):
+                if i and seconds_max is not None and time.monotonic() - began > seconds_max:
                     return
                 yield script, injections
 
-        with lanes.Lanes(at_once, functools.partial(Bench, self._directory)) as beside:
+        with lanes.Lanes(at_once, self._bench) as beside:
             for (script, _), run in beside.run(undisturbed()):
                 left[script] = self._runs_of(script, run, tell)[: per_script or None]
                 self.counts["to run"] += len(left[script])
@@ -479,11 +516,20 @@ class Campaign:
     def _runs_of(self, script: str, run: Run, tell: Any) -> list[tuple[Injection, ...]]:
         """The runs of a script that ran undisturbed, in an order of the seed."""
         self._blame(script, (), run, tell)
+        if not run.steps:
+            raise OSError(f"{script} has no step: no call of its processes was seen")
         self.counts["scripts"] += 1
         self.counts["steps"] += len(run.steps)
         of = [Injection(step, act) for step in run.steps for act in acts(step, self._faults, self._kills)]
         random.Random(f"steps {self.seed} {script}").shuffle(of)
-        return list(itertools.pairwise(of)) if self._pairs else [(i,) for i in of]
+        if not self._pairs:
+            return [(i,) for i in of]
+        order = list(run.steps)
+        several = _SAVES.get(script.split("/")[0], ("", 1))[1] > 1
+        return [
+            (a, b) for a, b in itertools.pairwise(of)
+            if (_can_both_be(a, b, several) if order.index(a.step) <= order.index(b.step) else _can_both_be(b, a, several))
+        ]  # fmt: skip
 
     def replay(self, text: str, repeat: int, tell: Any = print) -> None:
         """Runs one run again.
@@ -494,7 +540,8 @@ class Campaign:
             tell: prints a line.
         """
         script, injections = of_text(text)
-        bench = Bench(self._directory)
+        self.counts["to run"] = repeat
+        bench = self._bench()
         try:
             with processes.adopting():
                 for _ in range(repeat):
@@ -503,7 +550,7 @@ class Campaign:
             bench.close()
 
     def _count(self, script: str, injections: tuple[Injection, ...], run: Run, tell: Any) -> None:
-        self.counts["runs"] += 1
+        self.counts["runs" if len(run.fired) == len(injections) else "not reached"] += 1
         self.counts["fired"] += len(run.fired)
         self.counts[f"runs {script.split('/')[0]}"] += 1
         for fired in run.fired:
@@ -520,7 +567,7 @@ class Campaign:
     def _blame(self, script: str, injections: tuple[Injection, ...], run: Run, tell: Any) -> None:
         for problem in run.problems:
             of = "; ".join(f"{f['act']} at {f['step']} ({f['of']})" for f in run.fired) or "no fault"
-            command = f"integrity-fuzz --dir {self._directory} --replay {as_text(script, injections)}"
+            command = f"integrity-fuzz{self._options} --replay {as_text(script, injections)}"
             self.escapes.append({**problem, "script": script, "fault": of, "command": command})
             tell(f"ESCAPE in {script}, {of}: ({problem['invariant']}) {problem['what']}\nreproduce: {command}")
 
@@ -533,7 +580,8 @@ class Campaign:
         """The report as text."""
         counts = self.counts
         lines = [
-            f"{counts['runs']} runs of {counts['to run']}, {counts['scripts']} scripts with {counts['steps']} steps",
+            f"{counts['runs']} runs of {counts['to run']}, and {counts['not reached']} that did not come to each step; "
+            f"{counts['scripts']} scripts with {counts['steps']} steps",
             f"made: {counts['errors']} errors, {counts['short results']} short results, {counts['kills']} kills",
             f"saves: {counts['durable']} durable, {counts['failed'] + counts['refused']} failed; "
             f"{counts['reads']} reads compared, {counts['verifications']} verifications",
