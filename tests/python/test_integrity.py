@@ -80,9 +80,10 @@ def test_a_bounded_campaign_lets_nothing_escape(seed: int | None, tmp_path: Path
 def test_the_program_goes_on_from_its_report(tmp_path: Path) -> None:
     """As a user runs it; the round before was run by another process."""
     report = tmp_path / "report"
-    limits = schedule.Limits(kinds=("program",), mount=False, ranks_max=1, doors=native.doors())
-    campaign.Campaign(str(tmp_path), 8, limits, str(report), lambda _: None).run(None, 0.0, 0)  # one all the same
-    done = run_program("--resume", report, "--rounds", 1, "--events", "program", "--no-mount", "--ranks", 1, "--jobs", 1, "--json")
+    options = ["--events", "program", "--no-mount", "--ranks", "1"]
+    limits = integrity._limits(integrity._parser().parse_args(options))
+    campaign.Campaign(str(tmp_path), 8, limits, str(report), lambda _: None, options=" ".join(options)).run(None, 0.0, 0)  # one all the same
+    done = run_program("--resume", report, "--rounds", 1, *options, "--jobs", 1, "--json")
     assert done.returncode == 0, done.stdout + done.stderr
     told = json.loads(done.stdout)
     assert told == json.loads(report.read_text())

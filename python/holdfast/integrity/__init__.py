@@ -15,11 +15,12 @@ import os
 import platform
 import random
 import re
+import shlex
 import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from holdfast import __version__
@@ -91,7 +92,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--disk", default="", metavar="DEVICE", help="of --resets; its content is lost")
     add("--witness", default="", metavar="FILE", help="of --resets; a serial line or a pipe that leads out of the machine")
     add("--after", action="store_true", help="judge the disk of --resets after the reset, by a copy of what the witness got")
-    add("--plant", default="", help=argparse.SUPPRESS)  # MODULE:FUNCTION, a mistake of the trainers of the disks above
+    add("--plant", default="", help=argparse.SUPPRESS)  # MODULE:FUNCTION, a mistake of the trainers
     add("--cuts", type=int, default=20, metavar="N", help="cuts of a round beside those at each flush (default: 20)")
     add("--faults", action="store_true", help="make each system call of scripts of saves, recoveries and loads fail with each "
         "error, once")  # fmt: skip
@@ -143,15 +144,29 @@ def _campaign(arguments: argparse.Namespace, scratch: str, saver: str = "") -> A
     given = _read(arguments.resume) if arguments.resume else {}
     directory = arguments.dir or given.get("directory") or scratch
     os.makedirs(directory, exist_ok=True)
-    seed = arguments.seed if arguments.seed is not None else random.SystemRandom().randrange(1 << 32)
     tell = _on_stderr if arguments.json else print
-    made = campaign.Campaign(directory, seed, _limits(arguments), arguments.report or arguments.resume, tell,
-                             saver)
+    made = campaign.Campaign(directory, _seed(arguments), _limits(arguments), arguments.report or arguments.resume, tell, saver,
+                             arguments.plant, directory != scratch, _options(arguments))  # fmt: skip
     made.next = arguments.first
     if given:
         made.resume(given)
+        if arguments.first or arguments.seed not in (None, made.seed) or made.directory not in (given["directory"], scratch):
+            raise ValueError(f"--resume {arguments.resume} goes on with seed {made.seed} in {given['directory'] or 'no --dir'}: "
+                             "leave out --seed, --first and --dir, or begin another report with --report")  # fmt: skip
     tell(f"seed {made.seed}, in {made.directory}")
     return made
+
+
+def _seed(arguments: argparse.Namespace) -> int:
+    return arguments.seed if arguments.seed is not None else random.SystemRandom().randrange(1 << 32)
+
+
+def _options(arguments: argparse.Namespace) -> str:
+    """The options that decide, beside a seed, which rounds are drawn."""
+    default = _parser().parse_args([])
+    names = ("ranks", "tensors", "bytes", "doors", "events", "places")
+    given = [f"--{name} {value}" for name in names if (value := getattr(arguments, name)) != getattr(default, name)]
+    return " ".join([*given, *["--no-mount"] * arguments.no_mount])
 
 
 def _on_stderr(line: str) -> None:
@@ -188,8 +203,7 @@ def _compare(arguments: argparse.Namespace, scratch: str) -> int:
     savers = arguments.savers.split(",")
     if reason := next(filter(None, map(peers.why_not, savers)), ""):
         raise ValueError(f"--savers: {reason}")
-    if arguments.seed is None:
-        arguments.seed = random.SystemRandom().randrange(1 << 32)
+    arguments.seed = _seed(arguments)
     rows, status, count = [], 0, _count(arguments)
     for saver in savers:
         made = _campaign(arguments, scratch, saver)
@@ -204,7 +218,7 @@ def _compare(arguments: argparse.Namespace, scratch: str) -> int:
 
 def _break_disks(arguments: argparse.Namespace) -> int:
     """Runs rounds on disks that are recorded, bad or reset; the status says whether one was left as it must not."""
-    from holdfast.integrity import bad_disks, device_mapper, power_cuts, processes, resets
+    from holdfast.integrity import bad_disks, campaign, device_mapper, power_cuts, processes, resets, schedule
     from holdfast.integrity.block_recorder import RECORDERS
 
     option, given, targets = next(
@@ -225,24 +239,28 @@ def _break_disks(arguments: argparse.Namespace) -> int:
         raise OSError(f"{option}: {reason}")
     if arguments.resets and not (arguments.disk and arguments.witness and arguments.seed is not None):
         raise ValueError("--resets needs --disk, --witness and --seed")
-    seed = arguments.seed if arguments.seed is not None else random.SystemRandom().randrange(1 << 32)
+    seed, given_round = _seed(arguments), _replayed(arguments.replay) if arguments.replay else {}
     began, counts, escapes = time.monotonic(), collections.Counter[str](), 0
     limits, rounds_max = _limits(arguments), _count(arguments)
-    numbers = itertools.count(arguments.first) if rounds_max is None else range(arguments.first, arguments.first + rounds_max)
+    draw = functools.partial(_same, given_round) if given_round else functools.partial(schedule.draw, seed, limits=limits)
+    numbers: Iterable[int] = itertools.islice(itertools.count(arguments.first), rounds_max)
+    if given_round:
+        seed, numbers = given_round["seed"], itertools.repeat(given_round["number"], max(1, arguments.repeat))
     end = None if arguments.time is None else began + arguments.time
     at_once = min(arguments.jobs, processes.cpus())
-    again = ""
+    again = f" --plant {arguments.plant}" if arguments.plant else ""
     made: Iterator[tuple[int, str, Any]]
     if arguments.resets:
         if not arguments.after:
             resets.run(given, arguments.disk, arguments.witness, seed, limits, arguments.first, arguments.plant)
         made = iter([resets.judge(given, arguments.disk, arguments.witness, seed, limits)])
+        again += f" --disk {arguments.disk} --witness {arguments.witness} --seed {seed} {_options(arguments)} --after"
     else:
         if arguments.bad_disks:
-            one = functools.partial(bad_disks.drawn, seed, limits, arguments.plant)
+            one = functools.partial(bad_disks.drawn, draw, arguments.plant)
         else:
-            one = functools.partial(power_cuts.drawn, seed, limits, arguments.cuts, RECORDERS[arguments.recorder], arguments.plant)
-            again = f" --cuts {arguments.cuts} --recorder {arguments.recorder}"
+            one = functools.partial(power_cuts.drawn, draw, arguments.cuts, RECORDERS[arguments.recorder], arguments.plant)
+            again += f" --cuts {arguments.cuts} --recorder {arguments.recorder}"
         made = power_cuts.campaign(functools.partial(power_cuts.Bench, one, limits.doors), kinds, numbers, end, at_once)
     print(f"seed {seed}", flush=True)
     seen: set[int] = set()
@@ -259,10 +277,12 @@ def _break_disks(arguments: argparse.Namespace) -> int:
             seen.add(number)
             counts.update(result.counts)
             counts[f"escapes {kind}"] += len(result.problems)
+            escapes += len(result.problems)
             for problem in result.problems:
-                escapes += 1
-                print(f"ESCAPE in round {number}: ({problem['invariant']}) {problem['what']}\nreproduce: integrity-fuzz "
-                      f"{option} {kind} --seed {seed} --first {number} --rounds 1{again}", flush=True)  # fmt: skip
+                print(f"ESCAPE in round {number}: ({problem['invariant']}) {problem['what']}")
+            if result.problems:
+                replay = "" if arguments.resets else f" --replay {campaign.as_argument(draw(number))}"
+                print(f"reproduce: integrity-fuzz {option} {kind}{again}{replay}", flush=True)
             _write(arguments.report, as_json())
     except KeyboardInterrupt:
         interrupted = True
@@ -271,6 +291,10 @@ def _break_disks(arguments: argparse.Namespace) -> int:
     if escapes:
         return ESCAPED
     return INTERRUPTED if interrupted else 0
+
+
+def _same(round_: dict[str, Any], _: int) -> dict[str, Any]:
+    return round_
 
 
 def _write(path: str, report: dict[str, Any]) -> None:
@@ -288,8 +312,10 @@ def _break_steps(arguments: argparse.Namespace, scratch: str) -> int:
         raise ValueError(f"--scripts: there is no {', '.join(sorted(unknown))}; there is {', '.join(steps.NAMES)}")
     if reason := injection.why_not():
         raise OSError(f"--faults, --kills: {reason}")
-    seed = arguments.seed if arguments.seed is not None else random.SystemRandom().randrange(1 << 32)
-    made = steps.Campaign(arguments.dir or scratch, seed, names, arguments.faults, arguments.kills, arguments.pairs)
+    seed, options = _seed(arguments), f" --dir {shlex.quote(os.path.abspath(arguments.dir))}" if arguments.dir else ""
+    options += f" --plant {arguments.plant}" if arguments.plant else ""
+    made = steps.Campaign(arguments.dir or scratch, seed, names, arguments.faults, arguments.kills, arguments.pairs, options,
+                          arguments.plant)  # fmt: skip
     tell = _on_stderr if arguments.json else print
     interrupted, trouble = False, ""
     try:
@@ -323,6 +349,9 @@ def _run(arguments: argparse.Namespace, scratch: str) -> int:
     processes.prepare_process()
     if arguments.jobs < 1:
         raise ValueError("--jobs is at least 1")
+    if arguments.resume and (arguments.replay or arguments.faults or arguments.kills or arguments.savers or arguments.power_cuts
+                             or arguments.bad_disks or arguments.resets):  # fmt: skip
+        raise ValueError("--resume goes on with the rounds of a report: leave it out, or leave out the options of other campaigns")
     if arguments.faults or arguments.kills or _is_step(arguments.replay):
         return _break_steps(arguments, scratch)
     if arguments.savers:

@@ -241,9 +241,9 @@ def _forget(path: str) -> None:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def drawn(seed: int, limits: schedule.Limits, plant: str, number: int, kind: str) -> rounds.Result:
-    """Runs round `number` of a seed on a file system with each attack. Arguments as of `power_cuts.drawn`."""
-    round_ = schedule.draw(seed, number, limits)
+def drawn(draw: Callable[[int], dict[str, Any]], plant: str, number: int, kind: str) -> rounds.Result:
+    """Runs the round of a number on a file system with each attack. Arguments as of `power_cuts.drawn`."""
+    round_ = draw(number)
     problems: list[dict[str, str]] = []
     counts: collections.Counter[str] = collections.Counter()
     for attack in ATTACKS:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import dataclasses
 import functools
 import itertools
 import json
@@ -19,7 +20,7 @@ import torch
 import holdfast
 from holdfast.integrity import jobs, judge, lanes, peers, processes, rounds, schedule
 
-VERSION = 1
+VERSION = 2
 
 
 def file_system_of(directory: str) -> str:
@@ -65,6 +66,11 @@ def table_of_events(counts: collections.Counter[str]) -> list[str]:
     return lines
 
 
+def as_argument(round_: dict[str, Any]) -> str:
+    """A schedule as the value of --replay. The command needs no file, which might end with the program or the machine."""
+    return shlex.quote(json.dumps(round_, separators=(",", ":")))
+
+
 class Campaign:
     """A seed, the rounds so far, and what they found.
 
@@ -75,11 +81,17 @@ class Campaign:
         report: file of the report, written after each round; "" for none.
         tell: prints a line.
         saver: of `peers.SAVERS`, whose rounds are reduced to what every saver offers; "" for whole rounds.
+        plant: as of `trainer.serve`, for tests of this program.
+        is_named: whether the user named the directory; another one ends with the program.
+        options: those of the user that decide which rounds are drawn.
     """
 
     def __init__(self, directory: str, seed: int, limits: schedule.Limits, report: str = "",
-                 tell: Callable[[str], None] = print, saver: str = "") -> None:  # fmt: skip
+                 tell: Callable[[str], None] = print, saver: str = "", plant: str = "", is_named: bool = True,
+                 options: str = "") -> None:  # fmt: skip
         self.directory = os.path.abspath(directory)
+        self._is_named = is_named
+        self._plant, self._options = plant, options
         self.seed = seed
         self.limits = limits
         self.saver = saver
@@ -87,11 +99,17 @@ class Campaign:
         self.escapes: list[dict[str, Any]] = []
         self.done = 0
         self.next = 0
+        self._ahead: set[int] = set()  # rounds behind the next one that have overtaken it
         self.seconds = 0.0
         self._report = report
         self._tell = tell
 
     # ---- The report.
+
+    @property
+    def _series(self) -> dict[str, Any]:
+        """The values that rounds of one report share, beside the seed."""
+        return {**json.loads(json.dumps(dataclasses.asdict(self.limits))), "saver": self.saver, "plant": self._plant}
 
     def as_json(self) -> dict[str, Any]:
         """Everything that the report says."""
@@ -101,10 +119,13 @@ class Campaign:
             "version": VERSION,
             "holdfast": holdfast.__version__,
             "seed": self.seed,
+            "options": self._options,
+            "series": self._series,
             "next_round": self.next,
+            "rounds_ahead": sorted(self._ahead),
             "rounds": self.done,
             "seconds": round(self.seconds, 1),
-            "directory": self.directory,
+            "directory": self.directory if self._is_named else "",
             "file_system": file_system_of(self.directory),
             "kernel": f"{machine.sysname} {machine.release} {machine.machine}",
             "python": platform.python_version(),
@@ -115,9 +136,20 @@ class Campaign:
         }
 
     def resume(self, given: dict[str, Any]) -> None:
-        """Goes on from a report of an earlier run."""
+        """Goes on from a report of an earlier run.
+
+        Raises:
+            ValueError: its rounds are of another series.
+        """
+        if given.get("version") != VERSION:
+            raise ValueError("the report is of another version of this program: begin another one with --report")
+        was = given["series"]
+        if other := [f"{key} {was.get(key)}, now {value}" for key, value in self._series.items() if was.get(key) != value]:
+            raise ValueError(f"the rounds of the report are of another series: {'; '.join(other)}. It began with the options "
+                             f"{given['options'] or '(none)'}: give these, as the same user, or begin another report with --report")  # fmt: skip
         self.seed = given["seed"]
         self.next = given["next_round"]
+        self._ahead = set(given["rounds_ahead"])
         self.done = given["rounds"]
         self.seconds = given["seconds"]
         self.counts.update(given["counts"])
@@ -147,25 +179,22 @@ class Campaign:
         """
         began, before = time.monotonic(), self.seconds
         first, told, end = self.next, before, None if seconds_max is None else began + seconds_max
-        numbers = itertools.count(self.next) if rounds_max is None else range(self.next, self.next + rounds_max)
-        unfinished: set[int] = set()
+        numbers = itertools.islice(itertools.filterfalse(frozenset(self._ahead).__contains__, itertools.count(first)), rounds_max)
 
         def drawn() -> Iterator[tuple[dict[str, Any]]]:
             for number in numbers:
                 if number > first and end is not None and time.monotonic() >= end:
                     return
-                unfinished.add(number)
                 round_ = schedule.draw(self.seed, number, self.limits)
                 yield (peers.reduce(round_, self.saver) if self.saver else round_,)
 
-        last = first
         count = at_once if rounds_max is None else max(1, min(at_once, rounds_max))
-        with lanes.Lanes(count, functools.partial(rounds.Bench, self.directory, self.limits.doors)) as beside:
+        with lanes.Lanes(count, functools.partial(rounds.Bench, self.directory, self.limits.doors, self._plant)) as beside:
             for (round_,), result in beside.run(drawn()):
-                unfinished.remove(round_["number"])
-                last = max(last, round_["number"] + 1)
-                # Resumed, a campaign begins with the first unfinished round, and repeats those that were faster.
-                self.next = min(unfinished, default=last)
+                self._ahead.add(round_["number"])
+                while self.next in self._ahead:
+                    self._ahead.remove(self.next)
+                    self.next += 1
                 self.seconds = before + time.monotonic() - began
                 self._count(round_, result, shrink_seconds)
                 self._write()
@@ -189,7 +218,7 @@ class Campaign:
         first = result.problems[0]
         self._tell(f"ESCAPE in round {drawn['number']}: ({first['invariant']}) {first['what']}")
         escape = {"round": drawn["number"], "problems": result.problems, "log": result.log, "schedule": drawn,
-                  "before": result.before, "runs_to_shrink": 0, "command": self._command(drawn, drawn)}  # fmt: skip
+                  "before": result.before, "runs_to_shrink": 0, "command": self._command(drawn)}  # fmt: skip
         self.escapes.append(escape)
         if shrink_seconds > 0:
             self._write()  # an interruption from here on loses the simpler schedule alone
@@ -197,26 +226,22 @@ class Campaign:
             broken = {p["invariant"] for p in result.problems}
             jobs.start_server()
             with processes.adopting():
-                small, runs = rounds.shrink(drawn, self.directory, broken, shrink_seconds)
-            escape.update(schedule=small, runs_to_shrink=runs, command=self._command(drawn, small))
+                small, runs = rounds.shrink(drawn, self.directory, broken, shrink_seconds, plant=self._plant)
+            escape.update(schedule=small, runs_to_shrink=runs, command=self._command(small))
         self._tell(f"reproduce: {escape['command']}")
 
-    def _command(self, drawn: dict[str, Any], small: dict[str, Any]) -> str:
-        """One command that reproduces an escape; a large schedule stands in a file."""
-        text = json.dumps(small, separators=(",", ":"))
-        if len(text) > 1000:
-            path = os.path.join(self.directory, f"escape-{self.seed}-{drawn['number']}.json")
-            with open(path, "w", encoding="utf-8") as file:
-                file.write(text + "\n")
-            text = "@" + path
-        return f"integrity-fuzz --dir {shlex.quote(self.directory)} --replay {shlex.quote(text)} --repeat 20"
+    def _command(self, round_: dict[str, Any]) -> str:
+        """One command that reproduces an escape."""
+        where = f" --dir {shlex.quote(self.directory)}" if self._is_named else ""
+        plant = f" --plant {self._plant}" if self._plant else ""
+        return f"integrity-fuzz{where}{plant} --replay {as_argument(round_)} --repeat 20"
 
     def replay(self, given: dict[str, Any], repeat: int) -> None:
         """Runs one schedule several times."""
         jobs.start_server()
         with processes.adopting():
             for _ in range(repeat):
-                result = rounds.run(given, self.directory)
+                result = rounds.run(given, self.directory, self._plant)
                 self.seconds += result.seconds
                 self._count(given, result, 0)
                 self._write()

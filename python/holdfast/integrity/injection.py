@@ -152,7 +152,7 @@ def _give(program: _Program, flags: int) -> int:
 
 
 def _seccomp(flags: int, program: Any) -> int:
-    """What the call returns, or a negative error number."""
+    """The result of the call, or a negative error number."""
     result: int = ctypes.CDLL(None, use_errno=True).syscall(_SECCOMP, _SET_MODE_FILTER, flags, program)
     return result if result >= 0 else -ctypes.get_errno()
 
@@ -280,7 +280,7 @@ class Injector:
 
     @property
     def acts(self) -> set[str]:
-        """What it has done."""
+        """The acts that were made."""
         return {fired["act"] for fired in self.fired}
 
     @property
@@ -289,7 +289,7 @@ class Injector:
         return any(f["act"] == "kill-all" or f["act"] == "kill" and f["step"].role != "worker" for f in self.fired)
 
     def wrong_end(self, returned: bool, status: int) -> str:
-        """What is wrong with the end of the only process but workers; "" where nothing is.
+        """The mistake in the end of the only process but workers; "" without one.
 
         Args:
             returned: whether its body did.

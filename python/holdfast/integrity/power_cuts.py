@@ -235,9 +235,9 @@ def scratch_directory() -> str:
     return tempfile.gettempdir()
 
 
-def drawn(seed: int, limits: schedule.Limits, count: int, recorded_by: type[Recorder], plant: str, number: int, kind: str) -> rounds.Result:
-    """Runs round `number` of a seed, made `quiet`, on a file system. The other arguments as of `run`."""
-    return run(quiet(schedule.draw(seed, number, limits)), kind, scratch_directory(), count, plant, recorded_by)
+def drawn(draw: Callable[[int], dict[str, Any]], count: int, recorded_by: type[Recorder], plant: str, number: int, kind: str) -> rounds.Result:
+    """Runs the round that `draw` gives for a number, made `quiet`, on a file system. The other arguments as of `run`."""
+    return run(quiet(draw(number)), kind, scratch_directory(), count, plant, recorded_by)
 
 
 class Bench:

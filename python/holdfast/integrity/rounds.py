@@ -92,18 +92,19 @@ class Bench:
     Args:
         directory: as of `run`.
         doors: as of `jobs.start_server`.
+        plant: as of `trainer.serve`.
     """
 
-    def __init__(self, directory: str, doors: Collection[str] = ()) -> None:
-        self._directory = directory
+    def __init__(self, directory: str, doors: Collection[str] = (), plant: str = "") -> None:
+        self._directory, self._plant = directory, plant
         self._pool = jobs.Pool()
         jobs.start_server(doors)
 
     def run(self, round_: dict[str, Any]) -> Result:
         """Runs a round."""
         # A filter, and a mount of its own, stay for the life of their process.
-        is_plain = "saver" not in round_ and not round_["forbidden"] and not places.has_second(round_)
-        return run(round_, self._directory, pool=self._pool if is_plain else None)
+        is_plain = not self._plant and "saver" not in round_ and not round_["forbidden"] and not places.has_second(round_)
+        return run(round_, self._directory, self._plant, pool=self._pool if is_plain else None)
 
     def close(self) -> None:
         """Ends the trainers that wait for a round."""
@@ -153,7 +154,7 @@ def _logs(scratch: str) -> str:
 
 
 def shrink(round_: dict[str, Any], directory: str, invariants: set[str], seconds: float,
-           tries: int = 3) -> tuple[dict[str, Any], int]:  # fmt: skip
+           tries: int = 3, plant: str = "") -> tuple[dict[str, Any], int]:  # fmt: skip
     """Simplifies a failing round while it fails by one of the same invariants.
 
     Args:
@@ -162,6 +163,7 @@ def shrink(round_: dict[str, Any], directory: str, invariants: set[str], seconds
         invariants: that it breaks.
         seconds: after which the simplest so far is returned.
         tries: runs of each candidate; a race does not fail every time.
+        plant: as of `run`.
 
     Returns:
         The round, and the number of runs.
@@ -174,7 +176,7 @@ def shrink(round_: dict[str, Any], directory: str, invariants: set[str], seconds
             break
         for _ in range(tries):
             runs += 1
-            found = {p["invariant"] for p in run(candidate, directory).problems}
+            found = {p["invariant"] for p in run(candidate, directory, plant).problems}
             if found & invariants:
                 round_, smaller = candidate, schedule.smaller(candidate)
                 break
