@@ -66,7 +66,7 @@ def test_a_bounded_campaign_lets_nothing_escape(seed: int | None, tmp_path: Path
     seed = seed or random.SystemRandom().randrange(1 << 32)
     report = tmp_path / "report"
     told: list[str] = []
-    made = campaign.Campaign(str(tmp_path), seed, schedule.Limits(mount=os.geteuid() == 0, doors=native.doors()), str(report), told.append)
+    made = campaign.Campaign(str(tmp_path), seed, integrity._limits(integrity._parser().parse_args([])), str(report), told.append)
     print(f"seed {seed}")
     made.run(count, None, 0, at_once=3)
     print(made.summary())
@@ -228,7 +228,7 @@ def test_the_same_rounds_without_a_planted_bug_break_nothing(tmp_path: Path, ado
         assert done.problems == [], (bug, done)
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small file system needs root")
+@pytest.mark.skipif(bool(places.why_not()), reason=places.why_not())
 def test_damage_that_a_full_disk_refuses_is_none(tmp_path: Path) -> None:
     with places.made(made(disk=1), str(tmp_path)) as place:
         disk = place.directory

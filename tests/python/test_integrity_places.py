@@ -339,3 +339,39 @@ def test_a_place_that_cannot_be_is_refused(arguments: tuple[str, ...], capsys: p
     monkeypatch.setattr(processes, "prepare_process", lambda: None)
     assert integrity.main(arguments) == 2
     assert capsys.readouterr().err.startswith("integrity-fuzz: --places: ")
+
+
+@pytest.mark.parametrize("kind", ["small", "quota"])
+@pytest.mark.parametrize("refused", ["mount", "quota enable", "qgroup limit"])
+def test_a_limit_that_is_refused_is_no_plain_directory(kind: str, refused: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a round without a limit would count as one with it, and each of its failures as one of a full disk."""
+    if reason := places.why_not(kind):
+        pytest.skip(reason)
+    if kind == "small" and refused != "mount":
+        pytest.skip("it has no quota")
+    run_ = subprocess.run
+
+    def run(command: list[str], **options: Any) -> Any:
+        is_refused = " ".join(command).startswith((refused, f"btrfs {refused}"))
+        return run_(["sh", "-c", "echo not permitted >&2; exit 1"] if is_refused else command, **options)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    with pytest.raises(OSError, match=f"{refused} .*: not permitted"):
+        rounds.run(made(save(1), disk=24, disk_kind=kind), str(tmp_path))
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.skipif(not shutil.which("setpriv"), reason="there is no setpriv")
+@pytest.mark.parametrize(("place", "status", "said"), [
+    ("small", 2, "integrity-fuzz: --places: small: mount -t tmpfs "), ("quota", 2, "integrity-fuzz: --places: quota: mount -t tmpfs "),
+    ("", 0, "no file systems are mounted: mount -t tmpfs "),
+])  # fmt: skip
+def test_root_that_may_not_mount_runs_no_round_with_a_limit(place: str, status: int, said: str, tmp_path: Path) -> None:
+    """As in a usual container."""
+    command = ["setpriv", "--bounding-set", "-sys_admin", "--inh-caps", "-sys_admin", sys.executable, "-m", "holdfast.integrity",
+               "--rounds", "1", "--events", "program", "--ranks", "1", "--jobs", "1", "--dir", tmp_path, "--report", tmp_path / "report",
+               *(["--places", place] if place else [])]  # fmt: skip
+    done = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == status and said in done.stdout + done.stderr, done.stdout + done.stderr
+    if not place:
+        assert json.loads((tmp_path / "report").read_text())["series"]["mount"] is False

@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import ctypes
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -31,6 +30,7 @@ from holdfast.integrity import (
     megatron,
     memory_groups,
     native,
+    places,
     processes,
     readers,
     rounds,
@@ -329,8 +329,9 @@ def test_without_a_group_no_such_event_is_drawn() -> None:
     assert not any(r["forbidden"] for r in drawn)
 
 
-@pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("mkfs.btrfs"), reason="a quota needs root and btrfs")
 def test_a_quota_that_is_used_up_fails_a_save(bench: rounds.Bench) -> None:
+    if reason := places.why_not("quota"):
+        pytest.skip(reason)
     saves = [save(n, spec={"bytes": 12 * MIB}) for n in (1, 2, 3)]
     done = bench.run(made(saves[0], {"do": "wait"}, saves[1], {"do": "wait"}, saves[2], disk=30, disk_kind="quota"))
     assert done.problems == []

@@ -16,7 +16,6 @@ import platform
 import random
 import re
 import shlex
-import shutil
 import sys
 import tempfile
 import time
@@ -105,7 +104,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _limits(arguments: argparse.Namespace) -> Any:
-    from holdfast.integrity import injection, memory_groups, native, schedule
+    from holdfast.integrity import injection, memory_groups, native, places, schedule
 
     kinds = tuple(k for k in arguments.events.split(",") if k)
     unknown = set(kinds) - {*schedule.HARMLESS, *schedule.HARMFUL, *schedule.DEADLY}
@@ -118,18 +117,20 @@ def _limits(arguments: argparse.Namespace) -> Any:
     for door, reason in native.missing().items():
         if door in doors and reason:
             raise ValueError(f"--doors {door}: {reason}")
-    mount = not arguments.no_mount and os.geteuid() == 0
-    places = tuple(p for p in arguments.places.split(",") if p)
-    if unknown := set(places) - set(schedule.PLACES):
+    asked = tuple(p for p in arguments.places.split(",") if p)
+    if unknown := set(asked) - set(schedule.PLACES):
         raise ValueError(f"--places: there is no {', '.join(sorted(unknown))}; there is {', '.join(schedule.PLACES)}")
-    if set(places) - {"plain"} and not mount:
-        raise ValueError("--places: mounting a file system needs root, and no --no-mount")
+    no_mount = "mounting a file system needs root, and no --no-mount" if arguments.no_mount else places.why_not()
+    no_quota = no_mount or places.why_not("quota")
+    for place in set(asked) - {"plain"}:
+        if reason := no_quota if place == "quota" else no_mount:
+            raise ValueError(f"--places: {place}: {reason}")
     if arguments.ranks < 1 or arguments.bytes < 18 or arguments.tensors < 2:
         raise ValueError("--ranks is at least 1, --bytes at least 18, --tensors at least 2")
     return schedule.Limits(
         ranks_max=arguments.ranks, tensors_max=arguments.tensors, bytes_max=arguments.bytes << 20, kinds=kinds,
-        mount=mount, places=places, groups=not memory_groups.why_not(), filters=not injection.why_not(),
-        quotas=bool(shutil.which("mkfs.btrfs")), doors=doors or native.doors(),
+        mount=not no_mount, places=asked, groups=not memory_groups.why_not(), filters=not injection.why_not(),
+        quotas=not no_quota, doors=doors or native.doors(),
     )  # fmt: skip
 
 
@@ -139,7 +140,7 @@ def _read(path: str) -> Any:
 
 
 def _campaign(arguments: argparse.Namespace, scratch: str, saver: str = "") -> Any:
-    from holdfast.integrity import campaign
+    from holdfast.integrity import campaign, places
 
     given = _read(arguments.resume) if arguments.resume else {}
     directory = arguments.dir or given.get("directory") or scratch
@@ -154,6 +155,8 @@ def _campaign(arguments: argparse.Namespace, scratch: str, saver: str = "") -> A
             raise ValueError(f"--resume {arguments.resume} goes on with seed {made.seed} in {given['directory'] or 'no --dir'}: "
                              "leave out --seed, --first and --dir, or begin another report with --report")  # fmt: skip
     tell(f"seed {made.seed}, in {made.directory}")
+    if not arguments.no_mount and (reason := places.why_not()):
+        tell(f"no file systems are mounted: {reason}")
     return made
 
 

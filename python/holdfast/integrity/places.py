@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import os
 import subprocess
+import tempfile
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -15,11 +17,21 @@ from holdfast.integrity import fuse, fuse_files, jobs, slow_disk
 TIME_SERVER_MAX = 60.0  # seconds in which the server of a file system starts and ends
 
 
-def why_not() -> str:
-    """Why no file system can be mounted here; "" where one can."""
+@functools.cache
+def why_not(kind: str = "small") -> str:
+    """Why no file system can be mounted here, ``"small"`` or with a ``"quota"``; "" where one can: it is tried."""
     if os.geteuid() != 0:
         return "mounting a file system needs root"
-    return "" if os.path.exists("/dev/fuse") else "there is no /dev/fuse"
+    if not os.path.exists("/dev/fuse"):
+        return "there is no /dev/fuse"
+    with tempfile.TemporaryDirectory(prefix="integrity-place-") as base:
+        directory = os.path.join(base, "disk")
+        os.mkdir(directory)
+        try:
+            with _limited(directory, 24, kind):
+                return ""
+        except OSError as error:
+            return str(error)
 
 
 class _Served:
@@ -124,10 +136,8 @@ def has_second(round_: dict[str, Any]) -> bool:
 def made(round_: dict[str, Any], base: str) -> Iterator[Place]:
     """The place of a round, in a directory that exists.
 
-    Where the user may not mount a small file system or one with a quota, it is a plain directory.
-
     Raises:
-        OSError: the hostile file system of the round cannot be mounted.
+        OSError: the file system of the round cannot be mounted.
     """
     directory = os.path.join(base, "disk")
     os.mkdir(directory)
@@ -153,6 +163,9 @@ def _limited(directory: str, mib: int, kind: str) -> Iterator[None]:
         directory: exists.
         mib: size of the file system, or of its quota; 0: none is mounted.
         kind: ``"small"``, a small one, or ``"quota"``, a large one with a quota of btrfs.
+
+    Raises:
+        OSError: it cannot be mounted, or has no quota.
     """
     image = os.path.join(os.path.dirname(directory), "image")
     commands: list[list[str]] = []
@@ -164,10 +177,11 @@ def _limited(directory: str, mib: int, kind: str) -> Iterator[None]:
             ["mount", "-o", "loop", image, directory], ["btrfs", "quota", "enable", directory],
             ["btrfs", "qgroup", "limit", f"{mib}M", "0/5", directory],
         ]  # fmt: skip
-    for command in commands:
-        if subprocess.run(command, capture_output=True, check=False).returncode != 0:
-            break
     try:
+        for command in commands:
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            if done.returncode != 0:
+                raise OSError(f"{' '.join(command)}: {done.stderr.strip()}")
         yield
     finally:
         if commands:
