@@ -152,6 +152,19 @@ def removes_one_too_many() -> None:
     _wrap(change)
 
 
+def removes_before_the_next_is_durable() -> None:
+    """Retention removes the checkpoint before when the next save is called."""
+
+    def change(save: Any, state: Any, path: str) -> Any:
+        made = save(state, path)
+        if _kept and _kept[-1] != path:
+            shutil.rmtree(_kept[-1], ignore_errors=True)
+        _kept.append(path)
+        return made
+
+    _wrap(change)
+
+
 def older_save_replaces_newer() -> None:
     """Every second save of a name begins first and commits last."""
 

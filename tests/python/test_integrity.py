@@ -145,6 +145,7 @@ PLANTED: dict[str, tuple[dict[str, Any], str]] = {
     "durable_too_early": (made(save(1, **event("program"))), "i"),
     "failures_are_swallowed": (made(save(1, **event("cancel"))), "i"),
     "removes_one_too_many": (made(save(1), WAIT, save(2)), "i"),
+    "removes_before_the_next_is_durable": (made(save(1), WAIT, save(2, **event("kill-worker")), keep_last=1), "i"),
     "older_save_replaces_newer": (made(save(1), save(2), replace=True, one_name=True), "i"),
     "saves_into_a_moved_directory": (made(save(1), WAIT, {"do": "move"}, save(2)), "i"),
     "leaks_a_descriptor": (made(save(1)), "iv"),
@@ -333,8 +334,8 @@ def test_a_load_of_the_other_trainers_checkpoint_abandons_nothing_for_certain() 
         looking.made[1000 + n] = judge.Made(1000 + n, f"other-{step}", 1, 0, n, n + 0.5, {0: "durable"})
     looking.look_for_durable("/nowhere", 0, {"other-1": 1001, "other-2": 1003})
     assert looking.problems == []
-    looking.look_for_durable("/nowhere", 0, {"other-1": 1001})
-    assert [p["invariant"] for p in looking.problems] == ["i"]
+    looking.look_for_durable("/nowhere", 0, {"other-1": 1001, "step-1": 1})
+    assert sorted(p["what"].split()[1] for p in looking.problems) == ["1002", "1003"]
 
 
 @pytest.mark.parametrize("place", [0.5, 0.0])

@@ -259,6 +259,16 @@ def test_retention_of_another_trainer_takes_what_it_has_not_loaded(keep: int) ->
     assert (looking.problems == []) == (keep == 2), looking.problems
 
 
+@pytest.mark.parametrize("outcome", [{0: "durable"}, {0: "failed"}, {}])
+def test_retention_leaves_as_many_as_it_keeps(outcome: dict[int, str]) -> None:
+    """A later save that is not there is no reason to remove an earlier one."""
+    for found, fine in ({}, False), ({"step-1": 1}, not outcome.get(0) == "durable"), ({"step-2": 2}, True):
+        looking = judge.Judge(made(save(1), save(2), keep_last=1), "/nowhere")
+        looking.made = {n: judge.Made(n, f"step-{n}", 0, 0, n, n + 0.5, outcome if n == 2 else {0: "durable"}) for n in (1, 2)}
+        looking.look_for_durable("/nowhere", 0, found)
+        assert (looking.problems == []) == fine, (found, looking.problems)
+
+
 @pytest.mark.parametrize("keep", [0, 1])
 def test_an_earlier_save_may_take_a_name_that_retention_has_freed(keep: int) -> None:
     """Two trainers: step-1 of one is removed by its own retention before that of the other, called earlier, commits."""

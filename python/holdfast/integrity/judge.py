@@ -401,27 +401,29 @@ class Judge:
         saves = sorted(self._saves(generation), key=lambda m: m.began)
         for name in {m.name for m in saves if m.durable}:
             last = max((m for m in saves if m.name == name and m.durable), key=lambda m: m.began)
-            if self._may_be_removed(last, saves):  # and an earlier one may have taken the free name
+            if self._may_be_removed(last, saves, found):  # and an earlier one may have taken the free name
                 continue
             if name not in found:
                 self.blame("i", f"save {last.number} was told durable, and {directory} has no {name}")
             elif found[name] in self.made and self.made[found[name]].returned < last.began:
                 self.blame("i", f"{name} has save {found[name]}, though the later save {last.number} was durable")
 
-    def _may_be_removed(self, made: Made, saves: list[Made]) -> bool:
-        """Whether retention may have removed it: enough saves that go before it may be there.
+    def _may_be_removed(self, made: Made, saves: list[Made], found: dict[str, int]) -> bool:
+        """Whether retention may have removed it: enough checkpoints that go before it are there.
 
         These are the later ones of its series and, of an abandoned one, those that were not abandoned. To the retention of
-        another trainer that saves the same series, what it has not loaded is an abandoned branch.
+        another trainer that saves the same series, what it has not loaded is an abandoned branch. A checkpoint whose save is
+        not known counts.
         """
         keep = self.round["keep_last"]
-        if not keep or self.round["door"] in (*schedule.OF_PATHS, "save_file"):
+        if not keep or self.round["one_name"] or self.round["door"] in (*schedule.OF_PATHS, "save_file"):
             return False
         series = made.name.rpartition("-")[0]
         of_another = self.round["same_names"] and any(m.job != made.job and m.may_be_there and m.returned > made.began for m in saves)
         gone = self._is_abandoned(made, saves) is not False
-        before = {m.name for m in saves if m.name.rpartition("-")[0] == series and m.name != made.name and m.may_be_there
-                  and (m.returned > made.began or of_another or gone and self._is_abandoned(m, saves) is not True)}  # fmt: skip
+        there = [self.made.get(number) for name, number in found.items() if name.rpartition("-")[0] == series]
+        before = [m for m in there if m is None or m.returned > made.began or of_another
+                  or gone and self._is_abandoned(m, saves) is not True]  # fmt: skip
         return len(before) >= keep
 
     def _note_load(self, job: int, loaded: int) -> None:
