@@ -112,6 +112,7 @@ class Judge:
         self.called_late: set[int] = set()  # saves whose call may have been noted later than it was made
         self._moved: list[str] = []
         self._unsound: set[str] = set()  # paths of checkpoints that are not sound, undamaged
+        self._found: dict[str, int] = {}  # numbers of saves by the paths of checkpoints, undamaged
         self._actions = schedule.saves_of(round_)
 
     def blame(self, invariant: str, what: str) -> None:
@@ -286,6 +287,7 @@ class Judge:
         if os.path.isdir(directory):
             complete = readers.complete(directory, self.format)
         found = {c["name"]: self.read(c, generation, thorough) for c in complete}
+        self._found |= {c["path"]: found[c["name"]] for c in complete}
         self.look_for_durable(directory, generation, found)
         if self.format != "file":
             self._look_at_newest(directory, generation, complete, found)
@@ -494,7 +496,7 @@ class Judge:
         """A load raises, or the damage is in nothing that it gives.
 
         Args:
-            path: of a checkpoint.
+            path: of a checkpoint that `look` has found.
             done: what was done to it.
             besides: codes of errors that are right, beside those of damage.
         """
@@ -502,8 +504,9 @@ class Judge:
         for reader, read in own.items():
             try:
                 for number, different in read(path, self.expected):
-                    if different:
-                        self.blame("ii", f"{done}: {reader} of {path} accepts it; save {number}: {different}")
+                    right = self._found.get(path) or number
+                    if different or number != right:
+                        self.blame("ii", f"{done}: {reader} of {path}, which is save {right}, accepts it; save {number}: {different}")
             except holdfast.Error as error:
                 if error.code not in {*_OF_DAMAGE, *besides}:
                     self.blame("v", f"{done}: {reader} of {path} raises {error!r}")
