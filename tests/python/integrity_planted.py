@@ -295,6 +295,32 @@ def stays_broken_after_a_trainer() -> None:
     _wrap(change)
 
 
+def aborts_what_replaces() -> None:
+    """A save fails when an earlier one has its name."""
+
+    def change(save: Any, state: Any, path: str) -> Any:
+        if path in _kept:
+            raise holdfast.Error("ABORTED", f"replace {path}: a save that began later was completed in the meantime")
+        _kept.append(path)
+        return save(state, path)
+
+    _wrap(change)
+
+
+def skips_with_free_memory() -> None:
+    """Every save but the first is skipped."""
+
+    def change(save: Any, state: Any, path: str) -> Any:
+        if not _kept:
+            _kept.append(path)
+            return save(state, path)
+        left_out: Future = Future()
+        left_out.set_exception(holdfast.Error("UNAVAILABLE", f"save {path}: skipped, because the staging memory is held"))
+        return SimpleNamespace(durable=left_out, path=path, skipped=True)
+
+    _wrap(change)
+
+
 def names_no_object() -> None:
     """The message of a failure does not say what has failed."""
 

@@ -155,6 +155,10 @@ PLANTED: dict[str, tuple[dict[str, Any], str]] = {
     "never_ends": (made(save(1)), "v"),
     "raises_an_error_of_the_system": (made(save(1)), "v"),
     "fails_without_a_reason": (made(save(1)), "v"),
+    "stays_broken_after_a_worker": (
+        made(save(1, **event("kill-worker")), WAIT, save(2), WAIT, save(3), launcher="persistent"), "v"),
+    "aborts_what_replaces": (made(save(1), WAIT, save(2), replace=True, one_name=True), "v"),
+    "skips_with_free_memory": (made(save(1), WAIT, save(2), when_full="skip"), "v"),
     "names_no_object": (made(save(1, **event("kill-worker"))), "v"),
     "loses_a_copy": (made(save(1), device="stand-in"), "ii"),
     "copies_after_the_training_goes_on": (made(save(1), device="stand-in"), "ii"),
@@ -334,7 +338,8 @@ def test_a_trainer_may_tell_of_its_workers_kill_just_before_its_own() -> None:
     for kind, problems in (("kill-both", 0), ("cancel", 1)):
         looking = judge.Judge(made(save(1, **event(kind))), "/nowhere")
         call = {"event": "call", "n": 1, "rank": 0, "job": 0, "at": 1}
-        looking.hear([call, {**call, "event": "failed", "at": 2, "errors": errors}], looking.round["lives"][0])
+        fired = {**call, "event": "fired", "at": 2, "kind": kind, "phase": "writing"}
+        looking.hear([call, fired, {**call, "event": "failed", "at": 3, "errors": errors}], looking.round["lives"][0])
         assert len(looking.problems) == problems
 
 
@@ -365,7 +370,9 @@ def test_a_change_that_was_undone_is_found_by_all_who_read(kind: str, place: flo
     data[8 + int(len(data) * place)] ^= 0x10  # what was changed when it was written: a tensor, or the header
     file.write_bytes(data)
     looking = judge.Judge(round_, str(run))
-    looking.made[1] = judge.Made(1, "step-1", 0, 0, 1, 2, {0: "durable"})
+    call = {"event": "call", "n": 1, "rank": 0, "job": 0, "at": 1}
+    fired = {**call, "event": "fired", "at": 2, "kind": kind, "phase": "sealed"}
+    looking.hear([call, fired, {**call, "event": "durable", "at": 3, "path": str(run / "step-1")}], [])
     if place:
         with pytest.raises(holdfast.Error) as raised:
             holdfast.load(run / "step-1")

@@ -12,6 +12,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import os
+import re
 import time
 from collections.abc import Collection
 from typing import Any
@@ -19,7 +20,7 @@ from typing import Any
 import holdfast
 import holdfast.dcp
 from holdfast import _names, files
-from holdfast.integrity import corruption, megatron, readers, schedule
+from holdfast.integrity import corruption, excuses, megatron, readers, schedule
 
 TIME_ORPHANS_MAX = 20.0  # seconds for which a recovery waits
 NAMES = {
@@ -29,34 +30,11 @@ NAMES = {
     "iv": "nothing is left behind, and nothing is used too early",
     "v": "failures are reported, with a cause, in bounded time",
 }
-# Of a file system that errs. The runtime says DATA_LOSS for EIO, and the package's Python UNAVAILABLE.
-OF_ERRORS = {"DATA_LOSS", "RESOURCE_EXHAUSTED", "UNAVAILABLE"}
-# Codes that a save may fail with after an event of a kind.
-_CODES = {
-    "kill-worker": {"ABORTED"},
-    "kill-both": {"ABORTED"},  # of a trainer that saw its worker's end before its own
-    "terminate-worker": {"ABORTED"},
-    "hang-worker": {"DEADLINE_EXCEEDED", "ABORTED"},
-    "oom-worker": {"ABORTED"},
-    "limit-memory": {"RESOURCE_EXHAUSTED", "UNAVAILABLE"},  # no memory; no thread
-    "cancel": {"CANCELLED"},
-    "change-sealed": {"DATA_LOSS"},
-    "change-and-restore": {"DATA_LOSS"},
-    "limit-size": {"RESOURCE_EXHAUSTED"},
-    "limit-files": {"RESOURCE_EXHAUSTED"},
-    "disk": {"RESOURCE_EXHAUSTED"},
-    "errs": OF_ERRORS,
-    "exit-trainer": {"CANCELLED", "ABORTED"},
-    "fault": {  # a system call's error: all that has a reason of the system
-        "ABORTED", "ALREADY_EXISTS", "DATA_LOSS", "FAILED_PRECONDITION", "INVALID_ARGUMENT", "NOT_FOUND",
-        "PERMISSION_DENIED", "RESOURCE_EXHAUSTED", "UNAVAILABLE", "UNIMPLEMENTED",
-    },
-}
+OF_ERRORS = excuses.OF_ERRORS
 # A worker that ended at its start for lack of room says so; the code is ABORTED, as of any worker that ends.
 _WITHOUT_ROOM = "could not take its descriptors, or map its memory"
-# What the other ranks of a save may say: one has failed, or gives no sign of life. In DCP they say what it
-# said, or that it is gone.
-_OF_RANKS = {"holdfast": {"ABORTED", "DEADLINE_EXCEEDED"}, "dcp": {"ABORTED", "UNAVAILABLE"}}
+_OF_WORKER = "its worker"  # in the message of a save whose worker has ended
+_BYTES = re.compile(r"differs in (?!1 of)\d+ of")  # of `states.difference`: more than one
 _OF_GROUPS = ("RuntimeError", "DistBackendError", "DistNetworkError")
 # What a load says of a damaged checkpoint.
 _OF_DAMAGE = {"DATA_LOSS", "FAILED_PRECONDITION", "NOT_FOUND"}
@@ -71,6 +49,7 @@ class Made:
         generation: how often the directory had been moved away before.
         began, returned: the call, in nanoseconds; `returned` is infinite where it never did.
         outcomes: by rank: durable, failed, refused or skipped.
+        ended: by rank: when the outcome was told.
         abandoned: its trainer went on from an older checkpoint; None where it went on from one of the other trainer, which
             may have left this one behind.
     """
@@ -83,6 +62,7 @@ class Made:
     returned: float = float("inf")
     outcomes: dict[int, str] = dataclasses.field(default_factory=dict)
     abandoned: bool | None = False
+    ended: dict[int, float] = dataclasses.field(default_factory=dict)
 
     @property
     def durable(self) -> bool:
@@ -91,6 +71,17 @@ class Made:
     @property
     def may_be_there(self) -> bool:
         return not (self.outcomes and set(self.outcomes.values()) <= {"refused", "skipped"}) or self.durable
+
+    def end(self, line: dict[str, Any], outcome: str) -> None:
+        self.outcomes[line["rank"]], self.ended[line["rank"]] = outcome, line["at"]
+
+    def last(self, ranks: int) -> float:
+        """When the last of so many ranks has told the outcome; infinite where one never did."""
+        return max(self.ended.values()) if len(self.ended) >= ranks else float("inf")
+
+    def is_durable_on(self, ranks: int) -> bool:
+        """Whether so many ranks have told that it is durable."""
+        return list(self.outcomes.values()) == ["durable"] * ranks
 
 
 class Judge:
@@ -112,6 +103,8 @@ class Judge:
         self.called_late: set[int] = set()  # saves whose call may have been noted later than it was made
         self._moved: list[str] = []
         self._unsound: set[str] = set()  # paths of checkpoints that are not sound, undamaged
+        self._standing: set[tuple[int, str]] | None = None  # generations and names of checkpoints; None: nobody has looked
+        self._restored: set[int] = set()  # saves of whose sealed memory a bit was changed, and changed back
         self._found: dict[str, int] = {}  # numbers of saves by the paths of checkpoints, undamaged
         self._actions = schedule.saves_of(round_)
 
@@ -122,16 +115,11 @@ class Judge:
 
     def hear(self, lines: list[dict[str, Any]], actions: list[dict[str, Any]], errors: dict[str, int] | None = None) -> None:
         """Takes the lines of one life, what it was to do, and the errors of its file system, into the model."""
-        causes = {line["kind"] for line in lines if line["event"] == "fired"}
-        # Deadlines of such lives are short. A busy machine may miss them without the event.
-        causes |= {a["event"]["kind"] for a in actions if "event" in a} & {"hang-worker", *schedule.DEADLY}
-        if self.round["disk"]:
-            causes.add("disk")
         if errors:
-            causes.add("errs")
             self.counts.update({f"error {name}": number for name, number in errors.items()})
         # Each trainer has a pipe: what one told before the other may have been read after it.
         lines = sorted(lines, key=lambda line: line.get("at", float("inf")))
+        to_judge: list[tuple[Made, dict[str, Any]]] = []
         rung = next((line["engine"] for line in lines if line.get("engine")), "") or self.round["engine"]
         for line in lines:
             event, number = line["event"], line.get("n", 0)
@@ -143,7 +131,8 @@ class Judge:
             elif event == "called" and made:
                 made.returned = line["at"] if made.returned == float("inf") else max(made.returned, line["at"])
                 if line["skipped"]:
-                    made.outcomes[line["rank"]] = "skipped"
+                    made.end(line, "skipped")
+                    to_judge.append((made, line))
                     self.counts["skipped"] += 1
             elif event == "fired":
                 self.counts[f"event {line['kind']}"] += 1
@@ -153,15 +142,15 @@ class Judge:
             elif event == "moving" and os.path.isdir(line["to"]):
                 self._moved.append(line["to"])
             elif event == "durable" and made:
-                made.outcomes[line["rank"]] = "durable"
+                made.end(line, "durable")
                 self.counts["durable"] += 1
                 if os.path.basename(line["path"]) != made.name:
                     self.blame("i", f"save {number} of {made.name} was told durable as {line['path']}")
             elif event in ("failed", "refused") and made:
                 if made.outcomes.get(line["rank"]) != "skipped":
-                    made.outcomes[line["rank"]] = event
+                    made.end(line, event)
+                    to_judge.append((made, line))
                     self.counts[event] += 1
-                    self._look_at_failure(made, line, causes)
             elif event == "loaded":
                 self.counts["loads by trainers"] += 1
                 self._note_load(line["job"], number)
@@ -173,16 +162,25 @@ class Judge:
                 self.blame("iv", f"a trainer holds, after its saves: {line['more']}; what was ending then: {line.get('ending')}")
             elif event in ("hang", "wrong"):
                 self.blame("v", line["what"])
-            elif event == "unreadable":
-                candidates = {m.number for m in self.made.values() if m.name == os.path.basename(line.get("path", ""))}
-                if "errs" in causes and all(map(_is_of_errors, line["errors"])):
-                    self.counts["reads of trainers that the file system made fail"] += 1
-                elif not self._may_be_damaged(candidates, str(line["errors"])):
-                    self.blame("ii", f"a trainer could not read: {line['errors']}")
             elif event == "crashed":
                 self.blame("v", f"a trainer failed: {line['errors']}")
+        found = excuses.Excuses(self.round, lines, actions, self.made, bool(errors), self._standing)
+        self._restored.update(*(found.in_flight(line) for line in lines if line.get("kind") == "change-and-restore"))
+        for made, line in to_judge:
+            self._look_at_failure(made, line, found)
+        for line in lines:
+            if line["event"] == "unreadable":
+                self._look_at_load(line, bool(errors))
         self._look_for_outcomes(lines)
-        self._look_for_more_failures(lines)
+        self._look_for_more_failures(to_judge, found)
+
+    def _look_at_load(self, line: dict[str, Any], has_errors: bool) -> None:
+        """A load of a trainer's that has failed."""
+        candidates = {m.number for m in self.made.values() if m.name == os.path.basename(line.get("path", ""))}
+        if has_errors and all(map(_is_of_errors, line["errors"])):
+            self.counts["reads of trainers that the file system made fail"] += 1
+        elif not self._may_be_damaged(candidates, str(line["errors"])):
+            self.blame("ii", f"a trainer could not read: {line['errors']}")
 
     def _look_at_dead_file(self, line: dict[str, Any]) -> None:
         """What the transfers of a dead worker have left in its file."""
@@ -197,10 +195,14 @@ class Judge:
         name = schedule.name_of(self.round, self._actions[number], line["job"])
         return Made(number, name, line["job"], len(self._moved), line["at"])
 
-    def _look_at_failure(self, made: Made, line: dict[str, Any], causes: set[str]) -> None:
-        said = line["errors"]
+    def _look_at_failure(self, made: Made, line: dict[str, Any], excuse: excuses.Excuses) -> None:
+        at, causes = line["at"], excuse.causes(made, line["at"])
         what = f"save {made.number} ({made.name}) {line['event']} on rank {line['rank']}"
-        allowed = self._codes(made, causes)
+        if line["event"] == "called":  # and skipped
+            if self.round["when_full"] != "skip" or not excuse.may_wait(made, at) and causes <= set(schedule.HARMLESS):
+                self.blame("v", f"save {made.number} ({made.name}) was skipped on rank {line['rank']} without a reason")
+            return
+        said, allowed = line["errors"], excuse.codes(made, at)
         for error in said or [{"ours": False}]:
             if "exit-trainer" in causes and error.get("type") == "Exiting":
                 continue  # what ended another rank's call: its trainer was told to exit
@@ -214,7 +216,8 @@ class Judge:
             self.counts[f"code {error['code']}"] += 1
             if causes & {"limit-files", "limit-memory"} and error["code"] == "ABORTED" and _WITHOUT_ROOM in error["message"]:
                 continue
-            if error["code"] not in allowed:
+            is_overtaken = error["code"] == "ABORTED" and _OF_WORKER not in error["message"] and excuse.may_be_overtaken(made, at)
+            if error["code"] not in allowed and not is_overtaken:
                 self.blame("v", f"{what} without a cause among {sorted(causes)}: {error}")
             elif not any(named in error["message"] for named in (made.name, self.directory, "staging", "worker")):
                 self.blame("v", f"{what} with a message that names no object: {error['message']}")
@@ -223,24 +226,6 @@ class Judge:
         """Whether it is the process group's, of an exchange of Megatron's with a rank that has ended."""
         may_end = causes & set(schedule.DEADLY) and self.round["ranks"] > 1
         return bool(self.round["door"] == schedule.MEGATRON and may_end and error.get("type") in _OF_GROUPS)
-
-    def _codes(self, made: Made, causes: set[str]) -> set[str]:
-        round_ = self.round
-        allowed: set[str] = set()
-        for cause in causes:
-            allowed |= _CODES.get(cause, set())
-        if causes - set(schedule.HARMLESS) and round_["ranks"] > 1:
-            allowed |= _OF_RANKS[self.format]
-        if "limit-files" in causes and round_["ranks"] > 1 and round_["door"] != schedule.PLAN:
-            allowed |= {"FAILED_PRECONDITION", "UNAVAILABLE"}  # of a rank that could not meet the others in their group
-        same = [m for m in self.made.values() if m.name == made.name and m is not made]
-        if same and not round_["replace"]:
-            allowed.add("ALREADY_EXISTS")
-        if same and (round_["replace"] or round_["same_names"] or self.format == "dcp"):
-            allowed.add("ABORTED")  # overtaken
-        if round_["when_full"] == "fail" and self.format != "dcp":
-            allowed.add("RESOURCE_EXHAUSTED")
-        return allowed
 
     def _look_for_outcomes(self, lines: list[dict[str, Any]]) -> None:
         """Every rank that reached its end has told how each of its saves ended."""
@@ -252,12 +237,11 @@ class Judge:
                 if line["rank"] not in self.made[line["n"]].outcomes:
                     self.blame("v", f"the outcome of save {line['n']} was never told on rank {line['rank']}")
 
-    def _look_for_more_failures(self, lines: list[dict[str, Any]]) -> None:
+    def _look_for_more_failures(self, told: list[tuple[Made, dict[str, Any]]], excuse: excuses.Excuses) -> None:
         """One fault fails one save: the next one works."""
-        fired = [line["kind"] for line in lines if line["event"] == "fired"]
-        failed = {line["n"] for line in lines if line["event"] in ("failed", "refused")}
-        if fired and set(fired) == {"fault"} and len(failed) > len(fired):
-            self.blame("v", f"{len(fired)} faults failed the saves {sorted(failed)}")
+        failed = {m.number for m, line in told if excuse.causes(m, line["at"]) - set(schedule.HARMLESS) == {"fault"}}
+        if len(failed) > (faults := excuse.count("fault")):
+            self.blame("v", f"{faults} faults failed the saves {sorted(failed)}")
 
     # ---- What is on the disk.
 
@@ -276,6 +260,7 @@ class Judge:
         Args:
             thorough: read with every reader, and look for files that are left.
         """
+        self._standing = set()
         for generation, directory in enumerate(self._directories()):
             try:
                 self._look_at(directory, generation, thorough)
@@ -287,6 +272,8 @@ class Judge:
         if os.path.isdir(directory):
             complete = readers.complete(directory, self.format)
         found = {c["name"]: self.read(c, generation, thorough) for c in complete}
+        if self._standing is not None:
+            self._standing |= {(generation, name) for name in found}
         self._found |= {c["path"]: found[c["name"]] for c in complete}
         self.look_for_durable(directory, generation, found)
         if self.format != "file":
@@ -345,7 +332,7 @@ class Judge:
                     self.counts["reads"] += 1
                     if different:
                         wrong = f"{reader} of {path}, save {number}: {different}"
-                        if not (of_others and self._may_be_damaged(candidates)):
+                        if not (of_others and self._may_be_damaged(candidates, f"DATA_LOSS: {different}")):
                             self.blame("ii", wrong)
                     elif number not in candidates:
                         self.blame("ii", f"{reader} of {path}: save {number}, not one of {sorted(candidates)}")
@@ -376,12 +363,12 @@ class Judge:
         return checkpoint not in readers.complete(os.path.dirname(checkpoint["path"]), self.format)
 
     def _may_be_damaged(self, candidates: set[int], said: str = "DATA_LOSS") -> bool:
-        """Whether sealed memory of a save was changed while it was written, and restored before the second digest.
+        """Whether a byte of a save's sealed memory was another while it was written, and restored before the second digest.
 
-        Only a save that reads its files back finds this. A load that compares digests finds it, too.
+        Only a save that reads its files back finds this. A load that compares digests finds it, too. A reader that compares
+        none finds one byte that differs.
         """
-        events = [self._actions[n].get("event", {}) for n in candidates]
-        restored = any(event.get("kind") == "change-and-restore" for event in events)
+        restored = not self._restored.isdisjoint(candidates) and _BYTES.search(said) is None
         found = restored and not self.round["read_back"] and "DATA_LOSS" in said
         self.counts["changes that were undone, and found"] += found
         return found

@@ -19,7 +19,7 @@ import holdfast
 import holdfast.dcp
 from holdfast import _names
 from holdfast._packages import is_installed
-from holdfast.integrity import corruption, judge, megatron, readers, schedule, trainer
+from holdfast.integrity import corruption, excuses, judge, megatron, readers, schedule, trainer
 from holdfast.integrity.processes import send
 
 # Events that need no hook in the saver. Those of workers need a worker process.
@@ -153,9 +153,9 @@ class Judge(judge.Judge):
     def _is_ours(self) -> bool:
         return self.round["saver"].startswith("holdfast")
 
-    def _look_at_failure(self, made: Any, line: dict[str, Any], causes: set[str]) -> None:
+    def _look_at_failure(self, made: Any, line: dict[str, Any], excuse: excuses.Excuses) -> None:
         same = [m for m in self.made.values() if m.name == made.name and m is not made]
-        if not causes - set(schedule.HARMLESS) and not same:
+        if not excuse.kinds - set(schedule.HARMLESS) and not same:
             self.blame("v", f"save {made.number} {line['event']} without a cause: {line['errors']}")
 
     def _damage_all(self, paths: list[str]) -> None:
