@@ -20,7 +20,7 @@ import pytest
 
 import holdfast
 import holdfast.dcp
-from holdfast import integrity
+from holdfast import _dcp_directories, integrity
 from holdfast.integrity import (
     campaign,
     corruption,
@@ -165,6 +165,7 @@ PLANTED: dict[str, tuple[dict[str, Any], str]] = {
     "NEWEST_BY_STEP": (made(save(2), WAIT, save(1)), "iii"),
     "VERIFY_IS_BLIND": (made(save(1), corruptions=FLIP), "i"),
     "LOAD_COMPARES_NO_DIGESTS": (made(save(1), corruptions=FLIP), "ii"),
+    "RECOVER_LEAVES_DCP_FILES": (made(save(1), WAIT, save(2, **event("kill-both")), door="dcp", trainer_death="stop"), "iv"),
     "LOAD_TAKES_ANOTHER_SAVES_FILE": (made(save(1), WAIT, save(2), corruptions=SWAP), "ii"),
     "LIST_TAKES_UNFINISHED_ONES": (made(save(1), save(2, **event("kill-both"))), "i"),
 }
@@ -186,6 +187,8 @@ def plant_in_readers(bug: str, patch: pytest.MonkeyPatch) -> None:
     elif bug == "LOAD_COMPARES_NO_DIGESTS":
         load = holdfast.load
         patch.setattr(holdfast, "load", lambda path, into=None, **o: load(path, into, verify=False, **o))
+    elif bug == "RECOVER_LEAVES_DCP_FILES":
+        patch.setattr(_dcp_directories, "settle_unfinished", lambda *_: ([], {}))
     elif bug == "LOAD_TAKES_ANOTHER_SAVES_FILE":
         own_only = holdfast.load
 

@@ -1,13 +1,15 @@
-"""integrity-fuzz: which failures of saves have an excuse."""
+"""integrity-fuzz: which failures of saves have an excuse, and what a recovery may leave."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
-from test_integrity import event, made, save
+from test_integrity import WAIT, event, made, save
 
-from holdfast.integrity import judge, schedule
+import holdfast
+from holdfast.integrity import jobs, judge, processes, rounds, schedule, states
 
 SECOND = 10**9
 LOST = "its worker was killed by signal 9 (KILL) before it reported a result"
@@ -163,3 +165,63 @@ def test_a_change_that_was_undone_is_one_byte_of_a_save_under_way(kind: str, sai
     assert looking.problems == []
     assert looking._may_be_damaged({1}, f"DATA_LOSS: {said}") == (fine and kind != "cancel")
     assert not looking._may_be_damaged({2}, f"DATA_LOSS: {said}")
+
+
+# ---- After a recovery.
+
+MANIFEST = f"rank-00000-of-00002-{1:032x}.manifest.json"
+
+
+def test_what_the_first_life_leaves_is_found_before_the_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A recovery that does nothing the first time: that of the second life would hide it."""
+    real, calls = holdfast.recover, iter((True,))
+
+    def recover(directory: Any, **options: Any) -> Any:
+        return {"kept_incomplete": []} if next(calls, False) else real(directory, **options)
+
+    round_ = made(trainer_death="stop")
+    round_["lives"] = [[save(1), WAIT, save(2, **event("kill-both"))], [save(3)]]
+    jobs.start_server()
+    with processes.adopting():
+        monkeypatch.setattr(holdfast, "recover", recover)
+        found = rounds.run(round_, str(tmp_path)).problems
+    assert [p["invariant"] for p in found] == ["iv"] and "step-2.partial-" in found[0]["what"], found
+
+
+@pytest.mark.parametrize(("name", "fine"), [("ranks.board", True), ("model-00001-of-00002.safetensors.tmp", False)])
+def test_what_a_recovery_leaves_in_a_checkpoint_is_found(name: str, fine: bool, tmp_path: Path) -> None:
+    looking = judge.Judge(made(save(1)), str(tmp_path))
+    holdfast.save(states.make(1, 1, 0, looking.expected.spec(1)), tmp_path / "step-1", step=1)
+    looking.made[1] = judge.Made(1, "step-1", 0, 0, 1, 2, {0: "durable"})
+    (tmp_path / "step-1" / name).touch()
+    looking.look(thorough=True)
+    assert (looking.problems == []) == fine, looking.problems
+
+
+@pytest.mark.parametrize(("files", "kept", "fine"), [
+    ([], "", True), (["common.pt"], "", True), (["__0_0.distcp.tmp"], "", False),
+    (["__0_0.distcp"], "", True),  # whose worker was killed before the manifest
+    (["__0_0.distcp", MANIFEST], "", False), (["__0_0.distcp", MANIFEST], "nothing proves that it is of the save", True),
+    (["__0_0.distcp", MANIFEST], "a save is running there", False),
+])  # fmt: skip
+def test_a_directory_without_metadata_has_a_reason_to_stay(files: list[str], kept: str, fine: bool, tmp_path: Path,
+                                                           monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    looking = judge.Judge(made(save(1), door="dcp"), str(tmp_path))
+    (tmp_path / "step-1").mkdir()
+    for name in files:
+        (tmp_path / "step-1" / name).touch()
+    monkeypatch.setattr(judge, "recover", lambda _: [f"step-1: {kept}"] if kept else [])
+    looking.recover()
+    looking.look(thorough=True)
+    assert (looking.problems == []) == fine, looking.problems
+
+
+@pytest.mark.parametrize("thorough", [True, False])
+def test_only_orphans_commit_behind_a_list(thorough: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    looking = judge.Judge(made(save(1)), str(tmp_path))
+    holdfast.save(states.make(1, 1, 0, looking.expected.spec(1)), tmp_path / "step-1", step=1)
+    looking.made[1] = judge.Made(1, "step-1", 0, 0, 1, 2, {0: "durable"})
+    other = {"name": "step-2", "path": str(tmp_path / "step-2")}
+    monkeypatch.setattr(looking, "_newest", lambda _: (other, other))
+    looking.look(thorough)
+    assert [p["invariant"] for p in looking.problems] == ["iii"] * thorough

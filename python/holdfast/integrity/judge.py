@@ -15,6 +15,7 @@ import os
 import re
 import time
 from collections.abc import Collection
+from pathlib import Path
 from typing import Any
 
 import holdfast
@@ -36,6 +37,9 @@ _WITHOUT_ROOM = "could not take its descriptors, or map its memory"
 _OF_WORKER = "its worker"  # in the message of a save whose worker has ended
 _BYTES = re.compile(r"differs in (?!1 of)\d+ of")  # of `states.difference`: more than one
 _OF_GROUPS = ("RuntimeError", "DistBackendError", "DistNetworkError")
+_BESIDE_DATA = (_names.RECORD, _names.RECORD + _names.UNFINISHED, "ranks.board")  # the last two a crash may leave
+_OF_DCP = (_names.DCP_ANY_DATA, _names.DCP_MANIFEST, _names.DCP_RECORD, _names.DCP_METADATA)
+_NOT_RECOVERED = ("a save is running", "it cannot be removed")  # reasons to keep an entry that a recovery has to remove
 # What a load says of a damaged checkpoint.
 _OF_DAMAGE = {"DATA_LOSS", "FAILED_PRECONDITION", "NOT_FOUND"}
 
@@ -103,7 +107,8 @@ class Judge:
         self.called_late: set[int] = set()  # saves whose call may have been noted later than it was made
         self._moved: list[str] = []
         self._unsound: set[str] = set()  # paths of checkpoints that are not sound, undamaged
-        self._standing: set[tuple[int, str]] | None = None  # generations and names of checkpoints; None: nobody has looked
+        self._standing: set[tuple[int, str]] | None = None  # generations and names of checkpoints; None: not known
+        self._kept: dict[str, set[str]] = {}  # by directory, entries that its recovery has kept for its user
         self._restored: set[int] = set()  # saves of whose sealed memory a bit was changed, and changed back
         self._found: dict[str, int] = {}  # numbers of saves by the paths of checkpoints, undamaged
         self._actions = schedule.saves_of(round_)
@@ -249,25 +254,28 @@ class Judge:
         """Recovers the directories."""
         for directory in self._directories():
             if os.path.isdir(directory):
-                recover(directory)
+                self._kept[directory] = {
+                    name for name, _, why in (kept.partition(": ") for kept in recover(directory)) if not why.startswith(_NOT_RECOVERED)
+                }
 
     def _directories(self) -> list[str]:
         return [*self._moved, self.directory]
 
-    def look(self, thorough: bool) -> None:
-        """Holds what is there against the model, after a recovery.
+    def look(self, thorough: bool, damages: bool = True) -> None:
+        """Holds what is there against the model.
 
         Args:
-            thorough: read with every reader, and look for files that are left.
+            thorough: after a recovery, without a save under way: read with every reader, and look for files that are left.
+            damages: make those of the round, too, if it is thorough.
         """
         self._standing = set()
         for generation, directory in enumerate(self._directories()):
             try:
-                self._look_at(directory, generation, thorough)
+                self._look_at(directory, generation, thorough, damages)
             except holdfast.Error as error:
                 self.blame("i", f"{directory} cannot be listed: {error}")
 
-    def _look_at(self, directory: str, generation: int, thorough: bool) -> None:
+    def _look_at(self, directory: str, generation: int, thorough: bool, damages: bool) -> None:
         complete: list[dict[str, Any]] = []
         if os.path.isdir(directory):
             complete = readers.complete(directory, self.format)
@@ -277,18 +285,27 @@ class Judge:
         self._found |= {c["path"]: found[c["name"]] for c in complete}
         self.look_for_durable(directory, generation, found)
         if self.format != "file":
-            self._look_at_newest(directory, generation, complete, found)
-        if thorough and self.format != "dcp" and os.path.isdir(directory):
+            self._look_at_newest(directory, generation, complete, found, thorough)
+        if thorough and os.path.isdir(directory):
             self._look_for_left_files(directory, generation, complete, found)
-        if thorough:
+        if thorough and damages:
             self._damage(complete)
 
     def _look_for_left_files(self, directory: str, generation: int, complete: list[dict[str, Any]], found: dict[str, int]) -> None:
-        """After a recovery there are checkpoints and nothing else; beside a file its one manifest."""
+        """After a recovery there are checkpoints and nothing else; beside a file its one manifest.
+
+        Of DCP's directories those stay that hold nothing of a save, and those that the recovery names.
+        """
         left = set(os.listdir(directory)) - {c["name"] for c in complete}
         if self.format == "file":
             for checkpoint in complete:
                 left -= {os.path.basename(m) for m in files.manifests_of(checkpoint["path"])[:1]}
+        elif self.format == "dcp":
+            left -= self._kept.get(directory, set())
+            of_dcp = {entry: _of_dcp(path) for entry in left if os.path.isdir(path := os.path.join(directory, entry))}
+            left = left - of_dcp.keys() | {os.path.join(entry, name) for entry, names in of_dcp.items() for name in names}
+        else:
+            left |= {os.path.join(c["name"], name) for c in complete for name in _unnamed_in(c["path"])}
         left -= {entry for entry in left if self._is_second_of_name(directory, generation, entry, found)}
         if left:
             self.blame("iv", f"after a recovery {directory} has {sorted(left)}")
@@ -432,13 +449,15 @@ class Judge:
         return went_back or made.abandoned
 
     def _look_at_newest(self, directory: str, generation: int, complete: list[dict[str, Any]],
-                        found: dict[str, int]) -> None:  # fmt: skip
+                        found: dict[str, int], thorough: bool) -> None:  # fmt: skip
         if not complete:
             return
         newest, last = self._newest(directory)
         if newest["path"] != last["path"]:
             self.blame("iii", f"the newest of {directory} is {newest['name']}, the last of its list {last['name']}")
         if (newest["name"], newest.get("attempt")) not in {(c["name"], c.get("attempt")) for c in complete}:
+            if thorough:
+                self.blame("iii", f"the newest of {directory} is {newest['name']}, which was not in its list")
             self.counts["checkpoints that an orphan committed while they were read"] += 1
             return
         chosen = self.made.get(found.get(newest["name"], 0))
@@ -513,8 +532,22 @@ def _is_of_errors(error: dict[str, Any]) -> bool:
     return error["code"] in OF_ERRORS or not error["ours"] and "Input/output error" in error["message"]
 
 
-def recover(directory: str) -> None:
-    """Recovers a directory in which no process saves. Killed by some rounds, and run again.
+def _unnamed_in(path: str) -> list[str]:
+    """Files in a plain checkpoint that its manifests do not name."""
+    names = os.listdir(path)
+    manifests = [name for name in names if _names.MANIFEST.fullmatch(name)]
+    text = b"".join(Path(path, name).read_bytes() for name in manifests)
+    return [name for name in names if name not in (*_BESIDE_DATA, *manifests) and f'"{name}"'.encode() not in text]
+
+
+def _of_dcp(path: str) -> list[str]:
+    """Files in a directory that are of a DCP save of this package. A whole data file without its manifest is of no known program."""
+    names = [name for name in os.listdir(path) if not _names.DCP_ANY_DATA.fullmatch(name)]
+    return [name for name in names if any(p.fullmatch(_names.finished(name)) for p in _OF_DCP)]
+
+
+def recover(directory: str) -> list[str]:
+    """Recovers a directory in which no process saves; returns the entries that stay, with reasons. Killed by some rounds, and run again.
 
     The ring of a killed process holds its locks for a moment. Only on local file systems a recovery waits for that.
     """
@@ -523,6 +556,7 @@ def recover(directory: str) -> None:
         report = holdfast.recover(
             directory, wait_for_orphans=TIME_ORPHANS_MAX, silence_without_locks=1.0, age_without_locks=0.0
         )
-        if not any("a save is running" in kept for kept in report["kept_incomplete"]) or time.monotonic() > end:
-            return
+        kept: list[str] = report["kept_incomplete"]
+        if not any("a save is running" in why for why in kept) or time.monotonic() > end:
+            return kept
         time.sleep(0.02)

@@ -125,7 +125,7 @@ class Trainer(trainer.Trainer):
 class Judge(judge.Judge):
     """Holds a saver to what any user expects: what reads as a checkpoint is one, and what was told durable is there."""
 
-    def look(self, thorough: bool) -> None:
+    def look(self, thorough: bool, damages: bool = True) -> None:
         """A directory with the framework's commit file is a checkpoint; the framework's reader decides."""
         if not thorough or not os.path.isdir(self.directory):
             return
@@ -135,7 +135,8 @@ class Judge(judge.Judge):
             if os.path.exists(os.path.join(path, _names.METADATA)):
                 found[name] = self.read({"path": path, "name": name}, 0, thorough)
         self.look_for_durable(self.directory, 0, found)
-        self._damage_all([os.path.join(self.directory, name) for name in found])
+        if damages:
+            self._damage_all([os.path.join(self.directory, name) for name in found])
 
     def recover(self) -> None:
         if self._is_ours:

@@ -141,7 +141,7 @@ def _live(round_: dict[str, Any], life: int, place: places.Place, trainers: jobs
     made.recover()
     if dead:
         made.hear(dead.look(), [])
-    made.look(thorough=last)
+    made.look(thorough=True, damages=last)
 
 
 def _logs(scratch: str) -> str:
