@@ -138,7 +138,6 @@ def made(*actions: dict[str, Any], **given: Any) -> dict[str, Any]:
 
 WAIT = {"do": "wait"}
 FLIP = [{"kind": "flip a bit", "key": key} for key in range(4)]
-SWAP = [{"kind": "swap files", "key": key} for key in range(8)]
 # The planted bug, a round that shows it, and the invariant that is broken. Those in capitals are of the readers.
 PLANTED: dict[str, tuple[dict[str, Any], str]] = {
     "captures_late": (made(save(1)), "ii"),
@@ -166,7 +165,6 @@ PLANTED: dict[str, tuple[dict[str, Any], str]] = {
     "VERIFY_IS_BLIND": (made(save(1), corruptions=FLIP), "i"),
     "LOAD_COMPARES_NO_DIGESTS": (made(save(1), corruptions=FLIP), "ii"),
     "RECOVER_LEAVES_DCP_FILES": (made(save(1), WAIT, save(2, **event("kill-both")), door="dcp", trainer_death="stop"), "iv"),
-    "LOAD_TAKES_ANOTHER_SAVES_FILE": (made(save(1), WAIT, save(2), corruptions=SWAP), "ii"),
     "LIST_TAKES_UNFINISHED_ONES": (made(save(1), save(2, **event("kill-both"))), "i"),
 }
 
@@ -189,20 +187,6 @@ def plant_in_readers(bug: str, patch: pytest.MonkeyPatch) -> None:
         patch.setattr(holdfast, "load", lambda path, into=None, **o: load(path, into, verify=False, **o))
     elif bug == "RECOVER_LEAVES_DCP_FILES":
         patch.setattr(_dcp_directories, "settle_unfinished", lambda *_: ([], {}))
-    elif bug == "LOAD_TAKES_ANOTHER_SAVES_FILE":
-        own_only = holdfast.load
-
-        def of_any(path: Any, into: Any = None, **options: Any) -> Any:
-            try:
-                return own_only(path, into, **options)
-            except holdfast.Error:
-                files = {file.name: file.read_bytes() for file in Path(path).glob("*.safetensors")}
-                for other in Path(path).parent.iterdir():
-                    if other != Path(path) and all((other / n).exists() and (other / n).read_bytes() == b for n, b in files.items()):
-                        return own_only(other, into, **options)
-                raise
-
-        patch.setattr(holdfast, "load", of_any)
     elif bug == "LIST_TAKES_UNFINISHED_ONES":
 
         def with_partial(directory: Any, **options: Any) -> list[dict[str, Any]]:

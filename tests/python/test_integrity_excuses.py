@@ -1,4 +1,4 @@
-"""integrity-fuzz: which failures of saves have an excuse, and what a recovery may leave."""
+"""integrity-fuzz: which failures of saves have an excuse, what a recovery may leave, and whose content a load gives."""
 
 from __future__ import annotations
 
@@ -225,3 +225,35 @@ def test_only_orphans_commit_behind_a_list(thorough: bool, tmp_path: Path, monke
     monkeypatch.setattr(looking, "_newest", lambda _: (other, other))
     looking.look(thorough)
     assert [p["invariant"] for p in looking.problems] == ["iii"] * thorough
+
+
+# ---- After damage.
+
+
+def test_a_load_that_takes_another_saves_file_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sound file in the place of another one is damage, too."""
+    real = holdfast.load
+
+    def files(path: Path) -> dict[str, bytes]:
+        return {file.name: file.read_bytes() for file in path.glob("*.safetensors")}
+
+    def load(path: str, into: Any = None, **options: Any) -> Any:
+        try:
+            return real(path, into, **options)
+        except holdfast.Error:
+            for other in Path(path).parent.iterdir():
+                if other != Path(path) and files(other) == files(Path(path)):
+                    return real(other, into, **options)
+            raise
+
+    corruptions = [{"kind": "swap files", "key": key} for key in range(8)]
+    for planted in (False, True):
+        directory = tmp_path / str(planted)
+        looking = judge.Judge(made(save(1), save(2), corruptions=corruptions), str(directory))
+        for n in (1, 2):
+            holdfast.save(states.make(1, n, 0, looking.expected.spec(n)), directory / f"step-{n}", step=n)
+            looking.made[n] = judge.Made(n, f"step-{n}", 0, 0, n, n + 0.5, {0: "durable"})
+        if planted:
+            monkeypatch.setattr(holdfast, "load", load)
+        looking.look(thorough=True)
+        assert {p["invariant"] for p in looking.problems} == ({"ii"} if planted else set()), looking.problems
