@@ -19,7 +19,8 @@ import shlex
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Sequence
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from holdfast import __version__
@@ -186,13 +187,30 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with tempfile.TemporaryDirectory(prefix="integrity-fuzz-") as scratch:
             return _run(arguments, scratch)
-    except (OSError, ValueError) as error:
-        _on_stderr(f"integrity-fuzz: {error}")
-    except ModuleNotFoundError as error:
-        if error.name != "torch":
-            raise
-        _on_stderr("integrity-fuzz: this needs PyTorch; install torch")
+    except Exception as error:
+        _tell_trouble(error)
     return TROUBLE
+
+
+def _tell_trouble(error: Exception) -> None:
+    if isinstance(error, ModuleNotFoundError) and error.name == "torch":
+        _on_stderr("integrity-fuzz: this needs PyTorch; install torch")
+    elif isinstance(error, (OSError, ValueError)):
+        _on_stderr(f"integrity-fuzz: {error}")
+    else:
+        traceback.print_exception(error)
+
+
+def _run_to_the_end(run: Callable[[], object]) -> int:
+    """Runs a campaign; returns the status where it has found no escape. Its report follows in any case."""
+    try:
+        run()
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except Exception as error:
+        _tell_trouble(error)
+        return TROUBLE
+    return 0
 
 
 def _count(arguments: argparse.Namespace) -> int | None:
@@ -207,16 +225,18 @@ def _compare(arguments: argparse.Namespace, scratch: str) -> int:
     if reason := next(filter(None, map(peers.why_not, savers)), ""):
         raise ValueError(f"--savers: {reason}")
     arguments.seed = _seed(arguments)
-    rows, status, count = [], 0, _count(arguments)
+    rows, status, escaped, count = [], 0, False, _count(arguments)
     for saver in savers:
         made = _campaign(arguments, scratch, saver)
-        made.run(count, arguments.time if count is None else None, 0.0, arguments.jobs)
+        seconds = arguments.time if count is None else None
+        status = _run_to_the_end(functools.partial(made.run, count, seconds, 0.0, arguments.jobs))
         count = made.done  # of the first, where a time was given
         rows.append(peers.row(saver, made.done, made.escapes, made.counts))
-        if made.escapes and saver.startswith("holdfast"):
-            status = ESCAPED
+        escaped |= bool(made.escapes) and saver.startswith("holdfast")
+        if status:
+            break
     print(json.dumps(rows, indent=1) if arguments.json else peers.table(rows))
-    return status
+    return ESCAPED if escaped else status
 
 
 def _break_disks(arguments: argparse.Namespace) -> int:
@@ -274,8 +294,8 @@ def _break_disks(arguments: argparse.Namespace) -> int:
                 "states": {k: n for k, n in sorted(counts.items()) if k.startswith("states ")},
                 "counts": {k: n for k, n in sorted(counts.items()) if not k.startswith("states ")}}  # fmt: skip
 
-    interrupted = False
-    try:
+    def run() -> None:
+        nonlocal escapes
         for number, kind, result in made:
             seen.add(number)
             counts.update(result.counts)
@@ -287,13 +307,11 @@ def _break_disks(arguments: argparse.Namespace) -> int:
                 replay = "" if arguments.resets else f" --replay {campaign.as_argument(draw(number))}"
                 print(f"reproduce: integrity-fuzz {option} {kind}{again}{replay}", flush=True)
             _write(arguments.report, as_json())
-    except KeyboardInterrupt:
-        interrupted = True
+
+    status = _run_to_the_end(run)
     report = as_json()
     print(json.dumps(report, indent=1) if arguments.json else "\n".join(f"{k}: {v}" for k, v in report.items()))
-    if escapes:
-        return ESCAPED
-    return INTERRUPTED if interrupted else 0
+    return ESCAPED if escapes else status
 
 
 def _same(round_: dict[str, Any], _: int) -> dict[str, Any]:
@@ -320,25 +338,18 @@ def _break_steps(arguments: argparse.Namespace, scratch: str) -> int:
     made = steps.Campaign(arguments.dir or scratch, seed, names, arguments.faults, arguments.kills, arguments.pairs, options,
                           arguments.plant)  # fmt: skip
     tell = _on_stderr if arguments.json else print
-    interrupted, trouble = False, ""
-    try:
-        if _is_step(arguments.replay):
-            made.replay(arguments.replay, max(1, arguments.repeat), tell)
-        else:
-            tell(f"seed {seed}")
-            made.run(arguments.rounds, arguments.time, tell, arguments.per_script, at_once=arguments.jobs)
-        trouble = "" if made.counts["runs"] else "no run has come to its step"
-    except KeyboardInterrupt:
-        interrupted = True
-    except OSError as error:
-        trouble = str(error)
-    _write(arguments.report, made.as_json())
+    if _is_step(arguments.replay):
+        run = functools.partial(made.replay, arguments.replay, max(1, arguments.repeat), tell)
+    else:
+        tell(f"seed {seed}")
+        run = functools.partial(made.run, arguments.rounds, arguments.time, tell, arguments.per_script, at_once=arguments.jobs)
+    status = _run_to_the_end(run)
+    status = _run_to_the_end(functools.partial(_write, arguments.report, made.as_json())) or status
     print(json.dumps(made.as_json(), indent=1) if arguments.json else made.summary())
-    if trouble:
-        _on_stderr(f"integrity-fuzz: {trouble}")
-    if made.escapes:
-        return ESCAPED
-    return INTERRUPTED if interrupted else TROUBLE if trouble else 0
+    if not status and not made.counts["runs"]:
+        _on_stderr("integrity-fuzz: no run has come to its step")
+        status = TROUBLE
+    return ESCAPED if made.escapes else status
 
 
 def _is_step(text: str) -> bool:
@@ -362,15 +373,10 @@ def _run(arguments: argparse.Namespace, scratch: str) -> int:
     if arguments.power_cuts or arguments.bad_disks or arguments.resets:
         return _break_disks(arguments)
     made = _campaign(arguments, scratch)
-    interrupted = False
-    try:
-        if arguments.replay:
-            made.replay(_replayed(arguments.replay), max(1, arguments.repeat))
-        else:
-            made.run(_count(arguments), arguments.time, arguments.shrink, arguments.jobs)
-    except KeyboardInterrupt:
-        interrupted = True
+    if arguments.replay:
+        run = functools.partial(made.replay, _replayed(arguments.replay), max(1, arguments.repeat))
+    else:
+        run = functools.partial(made.run, _count(arguments), arguments.time, arguments.shrink, arguments.jobs)
+    status = _run_to_the_end(run)
     print(json.dumps(made.as_json(), indent=1) if arguments.json else made.summary())
-    if made.escapes:
-        return ESCAPED
-    return INTERRUPTED if interrupted else 0
+    return ESCAPED if made.escapes else status

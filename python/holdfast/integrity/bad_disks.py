@@ -17,7 +17,6 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import holdfast
 from holdfast.integrity import device_mapper, jobs, judge, power_cuts, processes, readers, rounds, schedule
 from holdfast.integrity.served_disk import attached, make, mounted, repaired, sparse
 
@@ -151,10 +150,12 @@ def run(round_: dict[str, Any], kind: str, attack: str, scratch: str, plant: str
                 made.recover()
                 made.look(thorough=True)
                 if attack == _MISREADS:
-                    _misread(made, disk, choose)
+                    with made.blaming("after the disk misread"):
+                        _misread(made, disk, choose)
+                    disk.become(_SOUND)
                 _later_lives(made, base, plant)
-        except (holdfast.Error, subprocess.CalledProcessError) as error:
-            made.blame("i", f"after the disk was bad: {getattr(error, 'stderr', '') or error}")
+        except subprocess.CalledProcessError as error:
+            made.blame("i", f"after the disk was bad: {error.stderr or error}")
     counts = collections.Counter({f"{name} {kind}": made.counts[name] for name in ("durable", "failed", "refused")})
     counts[f"states {kind} {attack if made.counts['bad'] else 'sound'}"] += 1
     return rounds.Result([{**p, "what": f"{kind}, {attack}: {p['what']}"} for p in made.problems], counts, "", 0.0)

@@ -190,13 +190,13 @@ class Campaign:
 
         count = at_once if rounds_max is None else max(1, min(at_once, rounds_max))
         with lanes.Lanes(count, functools.partial(rounds.Bench, self.directory, self.limits.doors, self._plant)) as beside:
-            for (round_,), result in beside.run(drawn()):
+            for (round_,), result in beside.run(drawn(), rounds.crashed):
                 self._ahead.add(round_["number"])
                 while self.next in self._ahead:
                     self._ahead.remove(self.next)
                     self.next += 1
                 self.seconds = before + time.monotonic() - began
-                self._count(round_, result, shrink_seconds)
+                self._count(round_, result, 0 if result.is_lost else shrink_seconds)
                 self._write()
                 if self.seconds - told >= 30:
                     told = self.seconds

@@ -58,9 +58,6 @@ def prepare(round_: dict[str, Any], base: str, scratch: str) -> judge.Judge:
         round_: has two lives.
         base: of `places`.
         scratch: for logs.
-
-    Raises:
-        holdfast.Error: the first drain failed.
     """
     os.makedirs(base)
     made = judge.Judge(round_, places(base)[0])
@@ -73,7 +70,7 @@ def prepare(round_: dict[str, Any], base: str, scratch: str) -> judge.Judge:
         if trainers.problem or left:
             made.blame("v", f"{trainers.problem}; processes that outlive their trainers: {left}")
         if life == 0 and (errors := drain(base)[1]):
-            raise holdfast.Error("INTERNAL", f"a drain without a fault failed: {errors}")
+            made.blame("v", f"a drain without a fault failed: {errors}")
     return made
 
 
@@ -121,7 +118,8 @@ def run(made: judge.Judge, base: str, injector: Injector) -> None:
     arrived, errors = drain(base)
     if arrived or errors or _identities(far) != before:
         made.blame("v", f"a second drain after a broken one sent {arrived}, with errors {errors}")
-    judge.recover(far)
+    with made.blaming(f"the recovery of {far} fails"):
+        judge.recover(far)
     names = _look(made, far, thorough=True)
     if names != wanted:
         made.blame("i", f"after a broken drain and another one {far} has {names}, not {wanted}")

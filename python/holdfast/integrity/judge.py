@@ -10,11 +10,13 @@ v    every failure has a cause, is told on every rank in bounded time, with a co
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import os
 import re
 import time
-from collections.abc import Collection
+import traceback
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +117,16 @@ class Judge:
 
     def blame(self, invariant: str, what: str) -> None:
         self.problems.append({"invariant": invariant, "what": what})
+
+    @contextlib.contextmanager
+    def blaming(self, what: str) -> Iterator[None]:
+        """Blames an error within: checkpoints are found, recovered and read without one."""
+        try:
+            yield
+        except holdfast.Error as error:
+            self.blame("i", f"{what}: {error}")
+        except Exception:
+            self.blame("i", f"{what}: {traceback.format_exc()}")
 
     # ---- What the trainers of a life told.
 
@@ -254,9 +266,10 @@ class Judge:
         """Recovers the directories."""
         for directory in self._directories():
             if os.path.isdir(directory):
-                self._kept[directory] = {
-                    name for name, _, why in (kept.partition(": ") for kept in recover(directory)) if not why.startswith(_NOT_RECOVERED)
-                }
+                with self.blaming(f"the recovery of {directory} fails"):
+                    self._kept[directory] = {
+                        name for name, _, why in (kept.partition(": ") for kept in recover(directory)) if not why.startswith(_NOT_RECOVERED)
+                    }
 
     def _directories(self) -> list[str]:
         return [*self._moved, self.directory]
@@ -270,10 +283,8 @@ class Judge:
         """
         self._standing = set()
         for generation, directory in enumerate(self._directories()):
-            try:
+            with self.blaming(f"{directory} cannot be read"):
                 self._look_at(directory, generation, thorough, damages)
-            except holdfast.Error as error:
-                self.blame("i", f"{directory} cannot be listed: {error}")
 
     def _look_at(self, directory: str, generation: int, thorough: bool, damages: bool) -> None:
         complete: list[dict[str, Any]] = []

@@ -13,6 +13,7 @@ from holdfast.integrity import processes
 
 _context: Any = multiprocessing.get_context("spawn")
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)  # of the terminal, and of the other side
+_OF_CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE)
 
 
 class Bench(Protocol):
@@ -51,11 +52,13 @@ class Lanes:
             process.join()
             process.close()
 
-    def run(self, each: Iterator[tuple[Any, ...]]) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    def run(self, each: Iterator[tuple[Any, ...]],
+            of_crash: Callable[[str], Any] | None = None) -> Iterator[tuple[tuple[Any, ...], Any]]:  # fmt: skip
         """Yields arguments of `Bench.run` with what it returned, in the order in which they end.
 
         Args:
             each: the arguments, drawn when a lane is free.
+            of_crash: makes the result of a lane that has crashed; the error is raised after it.
 
         Raises:
             ChildProcessError: a lane has ended.
@@ -76,9 +79,10 @@ class Lanes:
                 except EOFError:
                     process = self._lanes[lane]
                     process.join()
-                    raise ChildProcessError(
-                        f"the process that ran {arguments} has ended with status {process.exitcode}"
-                    ) from None
+                    status = process.exitcode
+                    if of_crash and -status in _OF_CRASHES:
+                        yield arguments, of_crash(f"the process that ran it has ended with status {status}")
+                    raise ChildProcessError(f"the process that ran {arguments} has ended with status {status}") from None
                 if error is not None:
                     raise error
                 free.append(lane)

@@ -127,13 +127,16 @@ class Judge(judge.Judge):
 
     def look(self, thorough: bool, damages: bool = True) -> None:
         """A directory with the framework's commit file is a checkpoint; the framework's reader decides."""
-        if not thorough or not os.path.isdir(self.directory):
-            return
+        if thorough and os.path.isdir(self.directory):
+            with self.blaming(f"{self.directory} cannot be read"):
+                self._look(damages)
+
+    def _look(self, damages: bool) -> None:
         found = {}
         for name in sorted(os.listdir(self.directory)):
             path = os.path.join(self.directory, name)
             if os.path.exists(os.path.join(path, _names.METADATA)):
-                found[name] = self.read({"path": path, "name": name}, 0, thorough)
+                found[name] = self.read({"path": path, "name": name}, 0, True)
         self.look_for_durable(self.directory, 0, found)
         if damages:
             self._damage_all([os.path.join(self.directory, name) for name in found])

@@ -21,7 +21,6 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, Protocol
 
-import holdfast
 from holdfast.integrity import jobs, judge, lanes, processes, rounds, schedule
 from holdfast.integrity.block_recorder import Log, Recorder
 from holdfast.integrity.served_disk import SECTOR, attached, kernel_log, mounted, repaired
@@ -218,11 +217,8 @@ def look(round_: dict[str, Any], log: Log, cut: Cut, device: str, directory: str
         except subprocess.CalledProcessError as error:
             return [{"invariant": "i", "what": f"the file system cannot be mounted: {error.stderr.strip()}\n{kernel_log()}"}]
         made = _judge(round_, log, cut, os.path.join(directory, "run"))
-        try:
-            made.recover()
-            made.look(thorough=True)
-        except holdfast.Error as error:
-            made.blame("i", f"the recovery fails: {error}")
+        made.recover()
+        made.look(thorough=True)
         return made.problems
 
 
@@ -276,4 +272,4 @@ def campaign(make: Callable[[], Bench], kinds: list[str], numbers: Iterable[int]
         yield from ((number, kind, bench.run(number, kind)) for number, kind in each)
         return
     with lanes.Lanes(at_once, make) as beside:
-        yield from ((number, kind, result) for (number, kind), result in beside.run(each))
+        yield from ((number, kind, result) for (number, kind), result in beside.run(each, rounds.crashed))

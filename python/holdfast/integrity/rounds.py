@@ -38,6 +38,7 @@ class Result:
         seconds: that it took.
         before: by life and job, the rounds that its trainers had run before.
         outcomes: by save and rank: durable, failed, refused or skipped.
+        is_lost: the process that ran it has crashed, and another one would.
     """
 
     problems: list[dict[str, str]]
@@ -46,6 +47,12 @@ class Result:
     seconds: float
     before: list[list[int]] = dataclasses.field(default_factory=list)
     outcomes: dict[int, dict[int, str]] = dataclasses.field(default_factory=dict)
+    is_lost: bool = False
+
+
+def crashed(what: str) -> Result:
+    """The result of a round whose judge has crashed."""
+    return Result([{"invariant": "v", "what": what}], collections.Counter(), "", 0.0, is_lost=True)
 
 
 def run(round_: dict[str, Any], directory: str, plant: str = "",
@@ -120,11 +127,14 @@ def _live(round_: dict[str, Any], life: int, place: places.Place, trainers: jobs
         trainers.abandon()
         orphans.wait(0)
         raise
-    is_program = round_["door"] == schedule.PLAN
-    dead = native.DeadFiles(trainer.Task(round_, life, 0, made.directory, trainers.scratch)) if is_program else None
+    dead = None
+    if round_["door"] == schedule.PLAN:
+        with made.blaming("the files of dead workers cannot be opened"):
+            dead = native.DeadFiles(trainer.Task(round_, life, 0, made.directory, trainers.scratch))
     if injector:
         trainers.lines += [injection.line(fired) for fired in injector.fired]
-    made.hear(trainers.lines, round_["lives"][life], place.errors)
+    with made.blaming("what the trainers told cannot be judged"):
+        made.hear(trainers.lines, round_["lives"][life], place.errors)
     if trainers.problem:
         made.blame("v", trainers.problem)
     made.look(thorough=False)  # beside orphans that still write: readers see complete checkpoints alone
@@ -140,7 +150,8 @@ def _live(round_: dict[str, Any], life: int, place: places.Place, trainers: jobs
     last = life == len(round_["lives"]) - 1
     made.recover()
     if dead:
-        made.hear(dead.look(), [])
+        with made.blaming("the files of dead workers cannot be read"):
+            made.hear(dead.look(), [])
     made.look(thorough=True, damages=last)
 
 

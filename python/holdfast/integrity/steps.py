@@ -168,7 +168,8 @@ class Bench:
                 problems.append(_problem("v", f"save {number} of a file failed unclearly: {outcome}"))
             if not outcome:
                 allowed = {n for n in allowed if n >= number}
-        judge.recover(injector.directory)
+        if said := recover(injector.directory):
+            problems.append(_problem("i", f"the recovery of {injector.directory} fails: {said}"))
         return problems + _look_at_file(os.path.join(injector.directory, "state.pt"), allowed)
 
     # ---- Scripts on a directory that was made before.

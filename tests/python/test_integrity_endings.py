@@ -1,0 +1,145 @@
+"""integrity-fuzz: what ends a round in the middle is told as what it is, an escape or trouble."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_integrity import made, save
+
+import holdfast
+from holdfast import integrity
+from holdfast.integrity import (
+    campaign,
+    jobs,
+    judge,
+    lanes,
+    peers,
+    power_cuts,
+    processes,
+    rounds,
+    schedule,
+    steps,
+)
+
+
+@pytest.fixture
+def adopting() -> Iterator[None]:
+    jobs.start_server()
+    with processes.adopting():
+        yield
+
+
+def raise_it(*_: Any, **__: Any) -> Any:
+    raise OSError(errno.EUCLEAN, "Structure needs cleaning", "step-1")
+
+
+# ---- What is raised where a round is judged.
+
+
+@pytest.mark.parametrize("broken", ["recover", "find_newest", "list_checkpoints"])
+def test_what_a_recovery_or_a_reader_raises_is_an_escape(broken: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    holdfast.save({"x": 1}, tmp_path / "step-1", step=1)
+    looking = judge.Judge(made(save(1)), str(tmp_path))
+    monkeypatch.setattr(holdfast, broken, raise_it)
+    looking.recover()
+    looking.look(thorough=False)
+    said = [p["what"] for p in looking.problems if "Structure needs cleaning" in p["what"]]
+    assert said and str(tmp_path) in said[0], looking.problems
+
+
+def test_a_round_whose_recovery_raises_has_an_escape(tmp_path: Path, adopting: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(holdfast, "recover", raise_it)
+    found = rounds.run(made(save(1)), str(tmp_path)).problems
+    assert [p["invariant"] for p in found] == ["i"] and "the recovery" in found[0]["what"]
+
+
+def test_a_script_whose_recovery_raises_has_an_escape(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(holdfast, "recover", raise_it)
+    bench = steps.Bench(str(tmp_path))
+    with processes.adopting():
+        found = bench.run("file/thread/pwrite").problems
+    bench.close()
+    assert any("the recovery" in p["what"] for p in found), found
+
+
+# ---- The status of the program.
+
+
+class Crash:
+    """A lane that a signal of a crash ends."""
+
+    def run(self, number: int) -> None:
+        os.kill(os.getpid(), number)
+
+    def close(self) -> None: ...
+
+
+@pytest.mark.parametrize(("number", "is_crash"), [(signal.SIGSEGV, True), (signal.SIGKILL, False)])
+def test_a_crash_of_a_lane_is_of_its_round(number: signal.Signals, is_crash: bool) -> None:
+    found = []
+    with lanes.Lanes(1, Crash) as beside, pytest.raises(ChildProcessError):
+        found += beside.run(iter([(number,)]), rounds.crashed)
+    assert [(arguments, result.is_lost) for arguments, result in found] == ([((number,), True)] if is_crash else [])
+
+
+def run_main(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    monkeypatch.setattr(processes, "prepare_process", lambda: None)
+    return integrity.main([*arguments, "--rounds", "2", "--seed", "1", "--jobs", "1", "--no-mount"])
+
+
+ENDINGS = [(KeyboardInterrupt, 130), (OSError, 2), (RuntimeError, 2)]
+
+
+@pytest.mark.parametrize(("ending", "status"), ENDINGS)
+@pytest.mark.parametrize("has_escaped", [True, False])
+def test_an_escape_counts_more_than_what_ends_the_campaign(
+    ending: type[BaseException], status: int, has_escaped: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(self: Any, *_: Any) -> None:
+        if has_escaped:
+            self._count(schedule.draw(1, 0, schedule.Limits(mount=False)), rounds.crashed("lost"), 0)
+        raise ending("it ends")
+
+    monkeypatch.setattr(campaign.Campaign, "run", run)
+    assert run_main(monkeypatch) == (1 if has_escaped else status)
+    assert capsys.readouterr().out.splitlines()[-1] == f"escapes: {int(has_escaped)}"
+
+
+@pytest.mark.parametrize(("ending", "status"), ENDINGS)
+@pytest.mark.parametrize("has_escaped", [True, False])
+def test_a_comparison_that_ends_has_its_table(
+    ending: type[BaseException], status: int, has_escaped: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(self: Any, *_: Any) -> None:
+        if has_escaped and self.saver == "holdfast.dcp":
+            drawn = peers.reduce(schedule.draw(1, 0, schedule.Limits(mount=False)), self.saver)
+            self._count(drawn, rounds.crashed("lost"), 0)
+            return
+        raise ending("it ends")
+
+    monkeypatch.setattr(campaign.Campaign, "run", run)
+    assert run_main(monkeypatch, "--savers", "holdfast.dcp,dcp-thread", "--json") == (1 if has_escaped else status)
+    told = capsys.readouterr().out
+    assert [row["saver"] for row in json.loads(told[told.index("[") :])] == ["holdfast.dcp", "dcp-thread"][: 1 + has_escaped]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="disks need root")
+@pytest.mark.parametrize(("ending", "status"), ENDINGS)
+@pytest.mark.parametrize("has_escaped", [True, False])
+def test_an_escape_counts_more_than_what_ends_the_power_cuts(
+    ending: type[BaseException], status: int, has_escaped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def cut(*_: Any) -> Iterator[tuple[int, str, rounds.Result]]:
+        if has_escaped:
+            yield 0, "ext4", rounds.crashed("lost")
+        raise ending("it ends")
+
+    monkeypatch.setattr(power_cuts, "campaign", cut)
+    assert run_main(monkeypatch, "--power-cuts", "ext4") == (1 if has_escaped else status)
