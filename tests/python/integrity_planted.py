@@ -7,6 +7,7 @@ import itertools
 import os
 import select
 import shutil
+import signal
 import subprocess
 import threading
 import time
@@ -356,6 +357,11 @@ def copies_after_the_training_goes_on() -> None:
     from holdfast import _late
 
     _late.CLONE_MAX = 0
+
+
+def crashes() -> None:
+    """The trainer crashes."""
+    os.kill(os.getpid(), signal.SIGSEGV)
 
 
 def ends_without_thread_data() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import struct
@@ -14,7 +15,17 @@ from typing import Any
 import clone
 import pytest
 
-from holdfast.integrity import bad_disks, device_mapper, log_writes, power_cuts, resets, schedule
+from holdfast.integrity import (
+    bad_disks,
+    device_mapper,
+    jobs,
+    judge,
+    log_writes,
+    power_cuts,
+    processes,
+    resets,
+    schedule,
+)
 
 PAGE = 4096
 FLUSH, FUA, DISCARD, MARK = 1, 2, 4, 8
@@ -85,7 +96,16 @@ def test_a_disk_goes_bad_after_the_call_that_was_drawn() -> None:
 def test_a_witness_that_was_told_nothing_has_no_state(tmp_path: Path) -> None:
     witness = tmp_path / "told"
     witness.write_text("round 3\r\nbeg")
-    assert resets.judge("ext4", "/dev/null", str(witness), 1, LIMITS)[2].counts == {}
+    (judged,) = resets.judge("ext4", "/dev/null", str(witness), 1, LIMITS)
+    assert judged[0] == 3 and judged[2].counts == {}
+
+
+@pytest.mark.parametrize("told", ["", "rou", 'begin\n{"event": "durable"}\n'])
+def test_a_witness_without_a_round_is_refused(told: str, tmp_path: Path) -> None:
+    witness = tmp_path / "told"
+    witness.write_text(told)
+    with pytest.raises(ValueError, match="no round"):
+        resets.judge("ext4", "/dev/null", str(witness), 1, LIMITS)
 
 
 def test_only_the_last_round_of_a_witness_is_judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,11 +116,58 @@ def test_only_the_last_round_of_a_witness_is_judged(tmp_path: Path, monkeypatch:
         return [{"invariant": "i", "what": "lost"}]
 
     monkeypatch.setattr(power_cuts, "look", look)
-    witness.write_text('round 3\r\nbegin\r\nlife\r\nround 4\r\nbegin\r\n{"event": "call"}\r\n{"event": "dur')
-    number, kind, result = resets.judge("xfs", "/dev/null", str(witness), 1, LIMITS)
-    assert heard == [(4, ["begin", '{"event": "call"}'])]
+    durable, call = '{"event": "durable"}', '{"event": "call"}'
+    witness.write_text("\r\n".join(["round 3", "begin", durable, "life", "round 4", "begin", call, durable, '{"event": "dur']))
+    ((number, kind, result),) = resets.judge("xfs", "/dev/null", str(witness), 1, LIMITS)
+    assert heard == [(4, ["begin", call, durable])]
     assert (number, kind, [p["what"] for p in result.problems]) == (4, "xfs", ["lost"])
-    assert result.counts["states xfs reset"] == 1
+    assert result.counts == {"states xfs reset": 1, "durable xfs": 1}
+
+
+def test_what_goes_wrong_before_a_reset_is_told_to_the_witness(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two rounds: the first leaves a process, and the reset comes in the second."""
+    witness, looked = tmp_path / "told", []
+
+    def record(round_: dict[str, Any], told: Any, *_: Any) -> judge.Judge:
+        told.mark("begin")
+        if round_["number"] == 4:
+            raise KeyboardInterrupt
+        made = judge.Judge(round_, str(tmp_path))
+        made.blame("iv", "a process\nis left")
+        told.mark("life")
+        return made
+
+    monkeypatch.setattr(resets, "make", lambda *_: None)
+    monkeypatch.setattr(resets, "mounted", lambda *_: contextlib.nullcontext())
+    monkeypatch.setattr(power_cuts, "record", record)
+    monkeypatch.setattr(power_cuts, "look", lambda *of: looked.append(of[1].operations) or [])
+    with pytest.raises(KeyboardInterrupt):
+        resets.run("ext4", "/dev/null", str(witness), 1, LIMITS, 3)
+    before, last = resets.judge("ext4", "/dev/null", str(witness), 1, LIMITS)
+    assert (before[0], before[2].problems) == (3, [{"invariant": "iv", "what": "without a reset: a process\nis left"}])
+    assert (last[0], last[2].problems, looked) == (4, [], [["begin"]])
+
+
+class Witness:
+    def __init__(self, directory: Path) -> None:
+        self.directory = str(directory)
+        self.told: list[str] = []
+
+    def mark(self, text: str) -> None:
+        self.told.append(text)
+
+
+@pytest.mark.parametrize(("plant", "left", "said"), [("crashes", {}, "status -11"), ("", {7: "sleep"}, "outlive their trainers")])
+def test_what_goes_wrong_while_a_disk_is_recorded_is_told(
+    plant: str, left: dict[int, str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes.Orphans, "wait", lambda *_: left)
+    jobs.start_server()
+    round_ = schedule.draw(3, 0, LIMITS) | {"door": "save_async", "jobs": 1, "forbidden": {}}
+    save = {"do": "save", "n": 1, "step": 1, "mutate": True, "rate": 0, "spec": {"tensors": 2, "bytes": 4096, "wide": False, "objects": False}}
+    with processes.adopting():
+        done = power_cuts.record(round_ | {"lives": [[save]]}, Witness(tmp_path), str(tmp_path), f"integrity_planted:{plant}" if plant else "")
+    assert [said in p["what"] for p in done.problems] == [True], done.problems
 
 
 def answers(folder: Path, status: str, escapes: int, states: int = 90) -> Path:

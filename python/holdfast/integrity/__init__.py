@@ -276,7 +276,7 @@ def _break_disks(arguments: argparse.Namespace) -> int:
     if arguments.resets:
         if not arguments.after:
             resets.run(given, arguments.disk, arguments.witness, seed, limits, arguments.first, arguments.plant)
-        made = iter([resets.judge(given, arguments.disk, arguments.witness, seed, limits)])
+        made = iter(resets.judge(given, arguments.disk, arguments.witness, seed, limits))
         again += f" --disk {arguments.disk} --witness {arguments.witness} --seed {seed} {_options(arguments)} --after"
     else:
         if arguments.bad_disks:

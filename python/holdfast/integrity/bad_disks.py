@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from holdfast.integrity import device_mapper, jobs, judge, power_cuts, processes, readers, rounds, schedule
+from holdfast.integrity import device_mapper, judge, power_cuts, processes, readers, rounds, schedule
 from holdfast.integrity.served_disk import attached, make, mounted, repaired, sparse
 
 TIME_MOMENT_MAX = 1.0  # seconds after a call in which a disk goes bad; mostly in the first quarter
@@ -172,7 +172,7 @@ def _first_life(made: judge.Judge, disk: BadDisk, attack: str, choose: random.Ra
     with disk.mounted():
         if attack == _MISREADS:
             lines.close()
-        _live(made, 0, lines, scratch, plant)
+        power_cuts.live(made, 0, lines, scratch, plant)
         lines.close()
     disk.become(_SOUND)
     made.counts["bad"] = lines.before is not None
@@ -181,22 +181,10 @@ def _first_life(made: judge.Judge, disk: BadDisk, attack: str, choose: random.Ra
     made.called_late = {line["n"] for line in lines if line["event"] == "call"} - made.made.keys()
 
 
-def _live(made: judge.Judge, life: int, lines: list[dict[str, Any]], scratch: str, plant: str) -> None:
-    """One life, and the end of all workers."""
-    orphans = processes.Orphans()
-    trainers = jobs.Life(made.round, life, made.directory, scratch, plant)
-    trainers.lines = lines
-    trainers.run()
-    if trainers.problem:
-        made.blame("v", trainers.problem)
-    if left := orphans.wait(rounds.TIME_ORPHANS_MAX):
-        made.blame("iv", f"processes that outlive their trainers by {rounds.TIME_ORPHANS_MAX:g} s: {left}")
-
-
 def _later_lives(made: judge.Judge, scratch: str, plant: str) -> None:
     for life, actions in list(enumerate(made.round["lives"]))[1:]:
         lines: list[dict[str, Any]] = []
-        _live(made, life, lines, scratch, plant)
+        power_cuts.live(made, life, lines, scratch, plant)
         made.hear(lines, actions)
         made.recover()
         made.look(thorough=True)

@@ -130,18 +130,27 @@ class _Marking(list[dict[str, Any]]):
         self._witness.mark(json.dumps(line))
 
 
+def live(made: judge.Judge, life: int, lines: list[dict[str, Any]], scratch: str, plant: str) -> None:
+    """One life, and the end of all workers. The lines are told while it goes on."""
+    orphans = processes.Orphans()
+    trainers = jobs.Life(made.round, life, made.directory, scratch, plant)
+    trainers.lines = lines
+    trainers.run()
+    if trainers.problem:
+        made.blame("v", trainers.problem)
+    if left := orphans.wait(rounds.TIME_ORPHANS_MAX):
+        made.blame("iv", f"processes that outlive their trainers by {rounds.TIME_ORPHANS_MAX:g} s: {left}")
+
+
 def record(round_: dict[str, Any], witness: Witness, scratch: str, plant: str) -> judge.Judge:
     """Runs all lives of a round, each with its recovery, and judges what was told."""
     directory = os.path.join(witness.directory, "run")
     made = judge.Judge(round_, directory)
     witness.mark("begin")
     for life, actions in enumerate(round_["lives"]):
-        orphans = processes.Orphans()
-        trainers = jobs.Life(round_, life, directory, scratch, plant)
-        trainers.lines = _Marking(witness)
-        trainers.run()
-        made.hear(trainers.lines, actions)
-        orphans.wait(rounds.TIME_ORPHANS_MAX)
+        lines = _Marking(witness)
+        live(made, life, lines, scratch, plant)
+        made.hear(lines, actions)
         made.recover()
         witness.mark("life")
     return made

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import itertools
+import json
 import os
 import tempfile
 
@@ -11,7 +12,7 @@ from holdfast.integrity import jobs, power_cuts, processes, rounds, schedule
 from holdfast.integrity.block_recorder import Log
 from holdfast.integrity.served_disk import make, mounted
 
-_ROUND = "round "
+_ROUND, _ESCAPE = "round ", "escape "
 
 
 class _Line:
@@ -49,28 +50,47 @@ def run(kind: str, disk: str, witness: str, seed: int, limits: schedule.Limits, 
             told.mark(f"{_ROUND}{number}")
             make(kind, disk)
             with mounted(disk, told.directory, kind):
-                power_cuts.record(power_cuts.quiet(schedule.draw(seed, number, limits)), told, base, plant)
+                made = power_cuts.record(power_cuts.quiet(schedule.draw(seed, number, limits)), told, base, plant)
+            for problem in made.problems:
+                told.mark(_ESCAPE + json.dumps(problem))
 
-def judge(kind: str, disk: str, witness: str, seed: int, limits: schedule.Limits) -> tuple[int, str, rounds.Result]:
+
+def judge(kind: str, disk: str, witness: str, seed: int, limits: schedule.Limits) -> list[tuple[int, str, rounds.Result]]:
     """Holds a disk after a reset against what the witness was told. Arguments as of `run`.
 
     Returns:
-        The number of the last round, the file system, and what they gave. There are no states where the reset came before its first save.
+        Rounds that had problems before the reset, then the last one: the number, the file system, and the result. The last one has no
+        states where the reset came before its first save.
+
+    Raises:
+        ValueError: the witness was told of no round.
     """
     with open(witness, encoding="utf-8", errors="replace") as file:
         *lines, _ = file.read().replace("\r", "").split("\n")  # the last one may be cut
-    numbers = [i for i, line in enumerate(lines) if line.startswith(_ROUND)]
-    if not numbers:
-        return 0, kind, rounds.Result([], collections.Counter(), "", 0.0)
-    number = int(lines[numbers[-1]].removeprefix(_ROUND))
-    log = Log(0)
-    log.operations = [*lines[numbers[-1] + 1 :]]
+    told: list[tuple[int, list[str], list[dict[str, str]]]] = []
+    for line in lines:
+        if line.startswith(_ROUND):
+            told.append((int(line.removeprefix(_ROUND)), [], []))
+        elif told and line.startswith(_ESCAPE):
+            told[-1][2].append(json.loads(line.removeprefix(_ESCAPE)))
+        elif told:
+            told[-1][1].append(line)
+    if not told:
+        raise ValueError(f"--witness {witness}: it was told of no round")
+    made = []
+    for number, _, problems in told:
+        if problems:
+            before = [{**p, "what": f"without a reset: {p['what']}"} for p in problems]
+            made.append((number, kind, rounds.Result(before, collections.Counter(), "", 0.0)))
+    number, operations, _ = told[-1]
     result = rounds.Result([], collections.Counter(), "", 0.0)
-    if log.operations:
+    if operations:
+        log = Log(0)
+        log.operations = [*operations]
         round_ = power_cuts.quiet(schedule.draw(seed, number, limits))
-        cut = power_cuts.Cut(len(log.operations), "reset", [])
+        cut = power_cuts.Cut(len(operations), "reset", [])
         with tempfile.TemporaryDirectory(prefix="resets-") as base:
             result.problems = power_cuts.look(round_, log, cut, disk, os.path.join(base, "mounted"), kind)
         result.counts[f"states {kind} reset"] = 1
-        result.counts[f"durable {kind}"] = sum('"event": "durable"' in line for line in lines)
-    return number, kind, result
+        result.counts[f"durable {kind}"] = sum('"event": "durable"' in line for line in operations)
+    return [*made, (number, kind, result)]

@@ -255,11 +255,12 @@ class Bench:
             orphans = processes.Orphans()
             trainers = jobs.Life(round_, life, directory, scratch, injector=injector)
             trainers.run()
-            left = orphans.wait(rounds.TIME_ORPHANS_MAX)
+            if left := orphans.wait(rounds.TIME_ORPHANS_MAX):
+                made.blame("iv", f"processes that outlive their trainers: {left}")
+            if trainers.problem:
+                made.blame("v", trainers.problem)
             injector.close()
             made.hear(trainers.lines + [injection.line(f) for f in injector.fired], actions)
-            if trainers.problem or left:
-                made.blame("v", f"{trainers.problem}; processes that outlive their trainers: {left}")
         shutil.rmtree(scratch)
         return made
 
