@@ -365,8 +365,45 @@ def crashes() -> None:
 
 
 def ends_without_thread_data() -> None:
-    """The trainer ends as one does that the C library ends for lack of memory. This is no planted bug."""
-    os._exit(jobs.NO_THREAD_DATA)
+    """The trainer's call ends as the C library ends a process for lack of memory. This is no planted bug."""
+    _wrap(lambda *_: os._exit(jobs.NO_THREAD_DATA))
+
+
+def ends_in_its_call() -> None:
+    """A save ends the trainer, with the status of success."""
+    _wrap(lambda *_: os._exit(0))
+
+
+def kills_its_trainer() -> None:
+    """A save kills the trainer, as one that takes its pid for a worker's."""
+    _wrap(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+
+
+def terminates_its_trainer() -> None:
+    """The same with SIGTERM."""
+    _wrap(lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+
+
+def _raises(error: Exception) -> Callable[..., Any]:
+    def planted(*_: Any) -> Any:
+        raise error
+
+    return planted
+
+
+def fails_before_its_life() -> None:
+    """What is planted is of this program, not of a save: a trainer is never made."""
+    trainer.Trainer.__init__ = _raises(RuntimeError("planted"))  # type: ignore[method-assign]
+
+
+def joins_no_group() -> None:
+    """Likewise: a rank has no process group."""
+    trainer.join = _raises(RuntimeError("planted"))
+
+
+def may_forbid_nothing() -> None:
+    """A filter of the container refuses a filter of the trainer's own. This is no planted bug."""
+    injection.forbid = _raises(PermissionError(1, "planted"))
 
 
 def trusts_the_end_of_a_process() -> None:

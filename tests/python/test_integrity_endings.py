@@ -20,6 +20,7 @@ from holdfast.integrity import (
     jobs,
     judge,
     lanes,
+    native,
     peers,
     power_cuts,
     processes,
@@ -67,6 +68,62 @@ def test_a_script_whose_recovery_raises_has_an_escape(tmp_path: Path, monkeypatc
         found = bench.run("file/thread/pwrite").problems
     bench.close()
     assert any("the recovery" in p["what"] for p in found), found
+
+
+# ---- Trainers that end.
+
+
+@pytest.mark.parametrize(("bug", "said"), [("fails_before_its_life", "status 1"), ("joins_no_group", "planted")])
+def test_a_trainer_that_never_begins_its_life_is_an_escape(bug: str, said: str, tmp_path: Path, adopting: None) -> None:
+    done = rounds.run(made(save(1), ranks=2), str(tmp_path), f"integrity_planted:{bug}")
+    assert done.problems and {p["invariant"] for p in done.problems} == {"v"}
+    assert said in done.problems[0]["what"] and "planted" in done.log
+
+
+def test_what_the_machine_refuses_is_trouble(tmp_path: Path, adopting: None) -> None:
+    forbidding = made(save(1), ranks=2, forbidden={"statx": "ENOSYS"})
+    with pytest.raises(OSError, match="round 0: .*planted"):
+        rounds.run(forbidding, str(tmp_path), "integrity_planted:may_forbid_nothing")
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("door", ["save_async", schedule.PLAN])
+def test_a_trainer_that_is_killed_while_it_rests_is_told_by_its_next_round(door: str, tmp_path: Path) -> None:
+    if door == schedule.PLAN and native.why_not():
+        pytest.skip(native.why_not())
+    with processes.adopting():
+        bench = rounds.Bench(str(tmp_path))
+        assert bench.run(made(save(1), door=door)).problems == []
+        (crew,) = bench._pool._resting
+        crew.members[0].send(signal.SIGKILL)
+        (crew.members[0].process.join if door != schedule.PLAN else crew.members[0].process.wait)()
+        found = bench.run(made(save(1), door=door, number=1)).problems
+        bench.close()
+    assert [(p["invariant"], p["what"][:32]) for p in found] == [("v", "a trainer ended with status -9, ")]
+
+
+@pytest.mark.skipif(bool(native.why_not()), reason=native.why_not())
+def test_a_program_that_nothing_kills_may_not_be_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    give = native.Member.give
+
+    def killing(self: native.Member, task: Any) -> None:
+        give(self, task)
+        self.send(signal.SIGTERM)
+
+    monkeypatch.setattr(native.Member, "give", killing)
+    with processes.adopting():
+        (problem,) = rounds.run(made(save(1), door=schedule.PLAN), str(tmp_path)).problems
+    assert problem["invariant"] == "v" and "status -15" in problem["what"]
+
+
+@pytest.mark.parametrize(("rank", "kind", "is_fine"), [(0, "kill-in-call", True), (0, "cancel", False), (1, "kill-in-call", False)])
+def test_a_rank_may_miss_its_group_where_another_one_was_killed(rank: int, kind: str, is_fine: bool) -> None:
+    looking = judge.Judge(made(save(1), ranks=2), "/nowhere")
+    errors = [{"rank": "", "type": "RuntimeError", "ours": False, "code": "", "errno": 0, "message": "Connection closed by peer"}]
+    of = {"job": 0, "n": 1}
+    looking.hear([{**of, "event": "call", "rank": 0, "at": 1}, {**of, "event": "fired", "kind": kind, "phase": "call", "rank": rank, "at": 2},
+                  {**of, "event": "not joined", "rank": 1, "at": 3, "errors": errors}], looking.round["lives"][0])  # fmt: skip
+    assert (looking.problems == []) == is_fine, looking.problems
 
 
 # ---- The status of the program.

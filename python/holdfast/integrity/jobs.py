@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import multiprocessing
@@ -13,7 +14,7 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from multiprocessing import forkserver
 from typing import Any
 
@@ -23,6 +24,11 @@ from holdfast.integrity import callers, injection, memory_groups, native, proces
 
 TIME_SILENT_MAX = 400.0  # seconds without a line from any trainer of a life
 NO_THREAD_DATA = 127  # status by which the C library ends a process that gets no memory for a thread's own data
+# The status with which an event may end its trainer.
+_ENDS = {
+    **dict.fromkeys(("kill-trainer", "kill-both", "kill-in-call", "oom-trainer"), -signal.SIGKILL),
+    "terminate-trainer": -signal.SIGTERM, "limit-memory": NO_THREAD_DATA,
+}  # fmt: skip
 # Trainers are forked by a server that has imported PyTorch and used nothing of it.
 context: Any = multiprocessing.get_context("forkserver")
 
@@ -81,17 +87,16 @@ class Member:
     def send(self, number: signal.Signals) -> None:
         processes.send(self.process.pid, number)
 
-    def dismiss(self, short_of_memory: bool = False) -> str:
+    def dismiss(self, fine: Collection[int] = (0,)) -> str:
         """Ends the process, which has ended or rests; returns what is wrong with its end.
 
         Args:
-            short_of_memory: whether an event has limited its memory.
+            fine: statuses that are right.
         """
         self.tasks.close()
         self.out.close()
         self.process.join(trainer.TIME_END_MAX)
-        fine = (NO_THREAD_DATA,) if short_of_memory else ()
-        problem = processes.wrong_end(self.process.pid, self.process.exitcode, *fine)
+        problem = processes.wrong_end(self.process.pid, self.process.exitcode, fine)
         if self.process.exitcode is None:
             self.send(signal.SIGKILL)
             self.process.join()
@@ -129,9 +134,9 @@ class Crew:
             for rank in range(ranks)
         ]
 
-    def dismiss(self, short_of_memory: bool = False) -> str:
-        """Ends the trainers; returns what is wrong with the end of one. The argument is that of `Member.dismiss`."""
-        problems = [member.dismiss(short_of_memory) for member in self.members]
+    def dismiss(self, fine: Callable[[int], Collection[int]] = lambda rank: (0,)) -> str:
+        """Ends the trainers; returns what is wrong with the end of one. `fine` gives that of `Member.dismiss` for a rank."""
+        problems = [member.dismiss(fine(rank)) for rank, member in enumerate(self.members)]
         if self._directory:
             shutil.rmtree(self._directory, ignore_errors=True)
         return next(filter(None, problems), "")
@@ -193,9 +198,9 @@ class Life:
         self.problem = ""
         self._continue: list[tuple[float, Member | native.Member]] = []
         self.scratch = scratch
-        self._directory = directory
+        self._directory, self._number = directory, round_["number"]
         self._killing: list[threading.Thread] = []
-        self._pool = pool
+        self._pool, self._injector = pool, injector
         kind, ranks = _kind_of(round_), round_["ranks"]
         store = round_["store"] if ranks > 1 or "saver" in round_ or kind and kind.has_group else ""
         self._crews = [
@@ -209,13 +214,45 @@ class Life:
             for rank, member in enumerate(crew.members):
                 member.rests = False
                 self._listening[member.out.fileno()] = member
-                member.give(trainer.Task(round_, life, job, directory, scratch, second if (job + rank) % 2 else ""))
+                with contextlib.suppress(BrokenPipeError):  # it has ended, as its pipe says, too
+                    member.give(trainer.Task(round_, life, job, directory, scratch, second if (job + rank) % 2 else ""))
         for rank, member in enumerate(self._crews[0].members):
             if injector is not None and member.channel is not None:
                 injector.accept(member.channel, member.process.pid, f"trainer {rank}")
 
     def run(self) -> None:
-        """Listens until all have ended; kills what is silent for too long, and says so in `problem`."""
+        """Listens until all have ended, and tells a wrong end in `problem`.
+
+        Raises:
+            OSError: a trainer could not do a step before its life, as the filter of a container.
+        """
+        try:
+            self._listen()
+        except BaseException:
+            self.abandon()
+            raise
+        for killing in self._killing:
+            killing.join()
+        for job, crew in enumerate(self._crews):
+            goes_on = self._pool and self._may_go_on(crew)
+            ended = self._pool.give_back(crew) if self._pool and goes_on else crew.dismiss(functools.partial(self._ends, job))
+            self.problem = self.problem or ended
+
+    def _ends(self, job: int, rank: int) -> set[int]:
+        """The statuses with which a trainer may end: after its last line, or by an event of its own."""
+        own = [line for line in self.lines if (line["job"], line["rank"]) == (job, rank)]
+        told = {line["event"] for line in own}
+        is_program = self._crews[job].kind is None
+        found = {_ENDS[line["kind"]] for line in own if line["event"] == "fired" and line["kind"] in _ENDS}
+        for fired in self._injector.fired if self._injector else ():
+            if fired["act"] == "kill-all" or (fired["act"], fired["step"].role) == ("kill", f"trainer {rank}"):
+                found.add(-signal.SIGKILL)
+        if told & {"end", *(["exiting"] if is_program else [])}:
+            found.add(0)
+        return found | ({0, 1} if told & {"crashed", "not joined"} else set())
+
+    def _listen(self) -> None:
+        """Listens, and kills trainers that are silent for too long."""
         heard = time.monotonic()
         while self._listening:
             now = time.monotonic()
@@ -235,12 +272,6 @@ class Life:
                     member.send(signal.SIGUSR2)  # its stacks go to its log
                 time.sleep(1.0)
                 self.kill()
-        for killing in self._killing:
-            killing.join()
-        limited = any(line["event"] == "fired" and line["kind"] == "limit-memory" for line in self.lines)
-        for crew in self._crews:
-            ended = self._pool.give_back(crew) if self._pool and self._may_go_on(crew) else crew.dismiss(limited)
-            self.problem = self.problem or ended
 
     def _may_go_on(self, crew: Crew) -> bool:
         """Whether the next life of a crew begins as one of new processes does."""
@@ -262,13 +293,16 @@ class Life:
             line = json.loads(text)
             if line["event"] == "stopping":
                 self._continue.append((time.monotonic() + 0.01 + line["seconds"], member))
+            if line["event"] == "unable":
+                raise OSError(f"a trainer of round {self._number}: {line['errors'][0]['message']}")
             if line["event"] == "out of memory":  # the C++ program leaves the control group to the driver
                 self._killing.append(threading.Thread(target=memory_groups.kill, args=(line["pid"], self._directory)))
                 self._killing[-1].start()
             elif line["event"] == "rest":
                 member.rests = True
-                if more := member.left():
-                    self.lines.append({**line, "event": "leak", "more": more})
+                with contextlib.suppress(OSError):  # it has ended
+                    if more := member.left():
+                        self.lines.append({**line, "event": "leak", "more": more})
                 del self._listening[fd]
             else:
                 self.lines.append(line)
@@ -285,8 +319,8 @@ class Life:
     def abandon(self) -> None:
         """Ends the life in the middle."""
         self.kill()
-        for crew in self._crews:
-            crew.dismiss()
+        while self._crews:
+            self._crews.pop().dismiss()
 
 
 def run_and_kill(body: Any, arguments: tuple[Any, ...], seconds: float) -> None:

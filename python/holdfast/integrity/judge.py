@@ -179,7 +179,7 @@ class Judge:
                 self.blame("iv", f"a trainer holds, after its saves: {line['more']}; what was ending then: {line.get('ending')}")
             elif event in ("hang", "wrong"):
                 self.blame("v", line["what"])
-            elif event == "crashed":
+            elif event == "crashed" or event == "not joined" and not _has_lost_a_rank(lines, line):
                 self.blame("v", f"a trainer failed: {line['errors']}")
         found = excuses.Excuses(self.round, lines, actions, self.made, bool(errors), self._standing)
         self._restored.update(*(found.in_flight(line) for line in lines if line.get("kind") == "change-and-restore"))
@@ -536,6 +536,14 @@ class Judge:
                 if not readers.is_own(error):
                     self.blame("v", f"{done}: {reader} of {path} raises {error!r}")
                 self.counts["damage refused by a load"] += 1
+
+
+def _has_lost_a_rank(lines: list[dict[str, Any]], of: dict[str, Any]) -> bool:
+    """Whether an event has ended another rank of a trainer's job: one has the process group before the others have it."""
+    return any(
+        line["event"] == "fired" and line["kind"] in schedule.DEADLY and line["job"] == of["job"] and line["rank"] != of["rank"]
+        for line in lines
+    )
 
 
 def _is_of_errors(error: dict[str, Any]) -> bool:

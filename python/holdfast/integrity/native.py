@@ -14,6 +14,7 @@ import os
 import random
 import signal
 import subprocess
+from collections.abc import Collection
 from typing import Any
 
 from holdfast import _dtypes, _names, _programs
@@ -130,13 +131,14 @@ class Member:
     def send(self, number: signal.Signals) -> None:
         processes.send(self.process.pid, number)
 
-    def dismiss(self, short_of_memory: bool = False) -> str:
+    def dismiss(self, fine: Collection[int] = (0,)) -> str:
         """As `jobs.Member.dismiss`."""
         assert self.process.stdin is not None
-        self.process.stdin.close()
+        with contextlib.suppress(BrokenPipeError):  # it has ended before its task
+            self.process.stdin.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(trainer.TIME_END_MAX)
-        problem = processes.wrong_end(self.process.pid, self.process.returncode)
+        problem = processes.wrong_end(self.process.pid, self.process.returncode, fine)
         if self.process.returncode is None:
             self.process.kill()
             self.process.wait()
@@ -194,7 +196,8 @@ class DeadFiles:
             member.process.stdin.write(_line(task, rank, [], files, {f["n"]: actions[f["n"]] for f in files}))
             member.process.stdin.close()
             told += [json.loads(line) for line in member.out]
-            member.dismiss()
+            if problem := member.dismiss():
+                told.append({"event": "wrong", "rank": rank, "job": job, "what": f"files of dead workers: {problem}"})
         self.close()
         return [line for line in told if line["event"] != "rest"]
 

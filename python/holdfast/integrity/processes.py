@@ -12,7 +12,8 @@ import signal
 import sys
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -122,17 +123,17 @@ def left(before: collections.Counter[str], seconds: float, in_group: bool, pid: 
     return more
 
 
-def wrong_end(pid: int | None, status: int | None, *fine: int) -> str:
+def wrong_end(pid: int | None, status: int | None, fine: Collection[int]) -> str:
     """What is wrong with the end of a trainer that has closed its pipe; "" where nothing is.
 
     Args:
         pid: of its process.
         status: of its exit, None where it goes on; a negative one is a signal.
-        fine: statuses that are right, beside 0 and those of events.
+        fine: statuses that are right.
     """
     if status is None:
         return f"a trainer has closed its pipe and goes on: {threads(pid)}"
-    return "" if status in (0, -signal.SIGKILL, -signal.SIGTERM, *fine) else f"a trainer ended with status {status}"
+    return "" if status in fine else f"a trainer ended with status {status}, though no event has ended it"
 
 
 def address_space() -> int:
@@ -276,3 +277,16 @@ def prepare_process() -> None:
     libc.mallopt(_M_MMAP_THRESHOLD, _KEPT_BYTES // 2)
     libc.mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+
+
+def join(store: str, rank: int, ranks: int, seconds: float) -> None:
+    """Makes the process group of a job; `store`: a file, or "PORT/NAME" of a server; `seconds`: its time-out."""
+    import torch.distributed as dist
+
+    timeout = timedelta(seconds=seconds)
+    if store.startswith("/"):
+        made: Any = dist.FileStore(store, ranks)
+    else:
+        port, _, name = store.partition("/")
+        made = dist.PrefixStore(name, dist.TCPStore("127.0.0.1", int(port), None, False, timeout))
+    dist.init_process_group("gloo", store=made, rank=rank, world_size=ranks, timeout=timeout)

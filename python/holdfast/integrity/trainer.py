@@ -20,8 +20,9 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 import warnings
-from datetime import timedelta
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
@@ -31,7 +32,7 @@ import holdfast
 import holdfast.dcp
 from holdfast import _devices, handle
 from holdfast.integrity import injection, memory_groups, readers, schedule, sealed_memory, states
-from holdfast.integrity.processes import address_space, children, held, left, see, send
+from holdfast.integrity.processes import address_space, children, held, join, left, see, send
 from holdfast.integrity.slow_device import SlowDevice
 
 # Seconds: far more than a busy machine needs. What ends by a deadline here has an event as its cause.
@@ -103,19 +104,28 @@ class Trainer:
             SystemExit: the life has ended its process.
         """
         try:
-            self.run()
+            with self.telling("crashed"):
+                self.run()
         except Exiting:
             self.exiting = True
-            self.tell("exiting")
-            self._wait({})
-            with contextlib.suppress(holdfast.Error):
-                holdfast.flush(TIME_OUTCOME_MAX)
-            self.tell("end")
-            raise
-        except BaseException as error:
-            self._tell_failure("crashed", 0, error)
+            with self.telling("crashed"):
+                self.tell("exiting")
+                self._wait({})
+                with contextlib.suppress(holdfast.Error):
+                    holdfast.flush(TIME_OUTCOME_MAX)
+                self.tell("end")
             raise
         self.tell("rest")
+
+    @contextlib.contextmanager
+    def telling(self, event: str) -> Iterator[None]:
+        """Tells an error within."""
+        try:
+            yield
+        except BaseException as error:
+            if not isinstance(error, Exiting):
+                self._tell_failure(event, 0, error)
+            raise
 
     def run(self) -> None:
         if self.round["device"] == "stand-in":
@@ -487,8 +497,7 @@ class Trainer:
             self.tell("wrong", what=f"a forked child could use the parent's save (status {status})")
 
 
-class Exiting(SystemExit):
-    pass
+class Exiting(SystemExit): ...
 
 
 def _exit(*_: Any) -> None:
@@ -542,6 +551,7 @@ def serve(kind: type[Trainer], rank: int, ranks: int, store: str, tasks: Connect
     if plant:
         module, _, function = plant.partition(":")
         getattr(importlib.import_module(module), function)()
+    status = 1
     try:
         while True:
             task = tasks.recv()
@@ -550,32 +560,25 @@ def serve(kind: type[Trainer], rank: int, ranks: int, store: str, tasks: Connect
             os.dup2(log, 1)
             os.dup2(log, 2)
             os.close(log)
-            if task.second:
-                see(task.second, os.path.dirname(task.directory))
-            if store:
-                _join(store, rank, ranks)
-                store = ""
-            if forbidden := task.round["forbidden"]:
-                injection.forbid(forbidden)
             trainer = kind(rank, task.round, task.life, task.job, task.directory, out.fileno())
-            if channel is not None:
-                injection.install(channel)
-                trainer.is_injected = True
+            if task.second:
+                with trainer.telling("unable"):
+                    see(task.second, os.path.dirname(task.directory))
+            if store:
+                with trainer.telling("not joined"):
+                    join(store, rank, ranks, TIME_OUTCOME_MAX)
+                store = ""
+            with trainer.telling("unable"):
+                if forbidden := task.round["forbidden"]:
+                    injection.forbid(forbidden)
+                if channel is not None:
+                    injection.install(channel)
+                    trainer.is_injected = True
             trainer.live()
-    except EOFError:
-        pass  # no more lives
+    except (EOFError, Exiting):
+        status = 0  # no more lives, or an exit of an event
+    except BaseException:
+        traceback.print_exc()  # to its log
     finally:
         out.close()
-        os._exit(0)  # the process group of ranks that are gone would wait for them
-
-
-def _join(store: str, rank: int, ranks: int) -> None:
-    import torch.distributed as dist
-
-    timeout = timedelta(seconds=TIME_OUTCOME_MAX)
-    if store.startswith("/"):
-        made: Any = dist.FileStore(store, ranks)
-    else:
-        port, _, name = store.partition("/")
-        made = dist.PrefixStore(name, dist.TCPStore("127.0.0.1", int(port), None, False, timeout))
-    dist.init_process_group("gloo", store=made, rank=rank, world_size=ranks, timeout=timeout)
+        os._exit(status)  # the process group of ranks that are gone would wait for them
