@@ -22,7 +22,7 @@ import torch
 import holdfast
 import holdfast.dcp
 from holdfast import handle
-from holdfast.integrity import injection, jobs, sealed_memory, slow_device, trainer
+from holdfast.integrity import injection, jobs, memory_groups, sealed_memory, slow_device, trainer
 
 _kept: list[Any] = []
 _calls = itertools.count(1)
@@ -404,6 +404,11 @@ def joins_no_group() -> None:
 def may_forbid_nothing() -> None:
     """A filter of the container refuses a filter of the trainer's own. This is no planted bug."""
     injection.forbid = _raises(PermissionError(1, "planted"))
+
+
+def makes_no_group() -> None:
+    """No memory control group can be made. This is no planted bug."""
+    memory_groups.kill = lambda *_: False
 
 
 def trusts_the_end_of_a_process() -> None:

@@ -6,12 +6,13 @@ import errno
 import json
 import os
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from test_integrity import made, save
+from test_integrity import event, made, save
 
 import holdfast
 from holdfast import integrity
@@ -124,6 +125,63 @@ def test_a_rank_may_miss_its_group_where_another_one_was_killed(rank: int, kind:
     looking.hear([{**of, "event": "call", "rank": 0, "at": 1}, {**of, "event": "fired", "kind": kind, "phase": "call", "rank": rank, "at": 2},
                   {**of, "event": "not joined", "rank": 1, "at": 3, "errors": errors}], looking.round["lives"][0])  # fmt: skip
     assert (looking.problems == []) == is_fine, looking.problems
+
+
+# ---- Events that happened, and those that did not.
+
+
+class Slow:
+    """An argument that another process has after a second."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return time.sleep, (1.0,)
+
+
+def make_and_wait(path: str, _: Any) -> None:
+    os.mkdir(path)
+    time.sleep(60)
+
+
+def test_what_is_to_be_killed_has_begun(tmp_path: Path, adopting: None) -> None:
+    made_ = tmp_path / "made"
+    assert jobs.run_and_kill(make_and_wait, (str(made_), Slow()), 0.2) == -signal.SIGKILL
+    assert made_.is_dir()
+    assert jobs.run_and_kill(os._exit, (7,), 60) == 7
+    assert jobs.run_and_kill(os.getpid, (), 60) == 0
+
+
+@pytest.mark.parametrize(("status", "kills", "said"), [(-9, 1, []), (0, 0, []), (-11, 0, ["a recovery ended with status -11"])])
+def test_a_recovery_that_ends_by_itself_was_not_killed(
+    status: int, kills: int, said: list[str], tmp_path: Path, adopting: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jobs, "run_and_kill", lambda *_: status)
+    done = rounds.run(made(save(1), kill_recover=0.01), str(tmp_path))
+    assert (done.counts["event kill-recover"], [p["what"] for p in done.problems]) == (kills, said)
+
+
+@pytest.mark.parametrize("door", ["save_async", schedule.PLAN])
+def test_an_event_behind_a_save_met_no_io(door: str, tmp_path: Path, adopting: None) -> None:
+    if door == schedule.PLAN and native.why_not():
+        pytest.skip(native.why_not())
+    later = made(save(1, **event("program", phase="later", seconds=4.0)), door=door)
+    done = rounds.run(later, str(tmp_path))
+    assert done.problems == []
+    assert (done.counts["event program"], done.counts["in flight program"]) == (1, 0)
+
+
+@pytest.mark.parametrize(("tells_that_it_missed", "count"), [(True, 1), (False, 2)])
+def test_an_event_that_missed_does_not_count(tells_that_it_missed: bool, count: int) -> None:
+    looking = judge.Judge(made(save(1)), "/nowhere")
+    fired = {"event": "fired", "kind": "oom-worker", "phase": "writing", "rank": 0, "job": 0, "n": 1}
+    lines = [{**fired, "at": 1}, {**fired, "at": 3}] + [{**fired, "event": "missed", "at": 2}] * tells_that_it_missed
+    looking.hear(lines, [])
+    assert (looking.counts["event oom-worker"], looking.counts["in flight oom-worker"]) == (count, count)
+
+
+def test_a_group_that_cannot_be_made_kills_nothing(tmp_path: Path, adopting: None) -> None:
+    done = rounds.run(made(save(1, **event("oom-worker"))), str(tmp_path), "integrity_planted:makes_no_group")
+    assert done.problems == []
+    assert (done.counts["durable"], done.counts["event oom-worker"]) == (1, 0)
 
 
 # ---- The status of the program.

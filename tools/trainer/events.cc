@@ -221,7 +221,10 @@ void Events::Watch(uint64_t number, const Event& event, const SaveHandle& save) 
 
 void Events::Strike(uint64_t number, const Event& event, const SaveHandle& save,
                     std::string phase) {
-  if (event.phase == "later") Sleep(event.seconds);
+  if (event.phase == "later") {
+    Sleep(event.seconds);
+    phase = WithMemory([&] { return save.progress().phase; });
+  }
   pid_t worker = IsOfWorker(event.kind) ? save.worker_pid() : 0;
   if (worker == getpid()) worker = 0;
   if (worker == 0 && IsOfWorker(event.kind) && event.kind != "kill-both") return;
@@ -238,14 +241,14 @@ void Events::Strike(uint64_t number, const Event& event, const SaveHandle& save,
   if (event.kind == "terminate-worker") kill(worker, SIGTERM);
   if (worker != 0 && (event.kind == "kill-worker" || event.kind == "kill-both"))
     kill(worker, SIGKILL);
-  if (event.kind == "oom-worker") RunOutOfMemory(worker, [&save] { return save.IsDone(); });
+  if (event.kind == "oom-worker") RunOutOfMemory(event, worker, [&save] { return save.IsDone(); });
   StrikeTrainer(event);
   if (event.kind == "cancel") (void)WithMemory([&] { return save.Cancel(); });
   if (worker != 0) kill(worker, SIGCONT);
 }
 
-void Events::RunOutOfMemory(int pid, const std::function<bool()>& is_over) {
-  WithMemory([&] { teller_->Tell("out of memory", {{"pid", pid}}); });
+void Events::RunOutOfMemory(const Event& event, int pid, const std::function<bool()>& is_over) {
+  WithMemory([&] { teller_->Tell("out of memory", {{"pid", pid}, {"kind", event.kind}}); });
   for (int i = 0; i < kMemoryPollsMax && !is_over(); ++i) std::this_thread::sleep_for(kMemoryPoll);
 }
 
@@ -253,7 +256,7 @@ void Events::StrikeTrainer(const Event& event) {
   if (event.kind == "kill-trainer" || event.kind == "kill-both" || event.kind == "kill-in-call")
     kill(getpid(), SIGKILL);
   if (event.kind == "terminate-trainer") kill(getpid(), SIGTERM);
-  if (event.kind == "oom-trainer") RunOutOfMemory(getpid(), [] { return false; });
+  if (event.kind == "oom-trainer") RunOutOfMemory(event, getpid(), [] { return false; });
   if (event.kind == "exit-trainer") {
     WithMemory([&] { teller_->Tell("exiting"); });
     exit(0);

@@ -89,7 +89,7 @@ class Events {
   void Strike(uint64_t number, const Event& event, const SaveHandle& save, std::string phase);
   void StrikeTrainer(const Event& event);
   /// Waits while the driver lets the kernel kill the process `pid` for lack of memory.
-  void RunOutOfMemory(int pid, const std::function<bool()>& is_over);
+  void RunOutOfMemory(const Event& event, int pid, const std::function<bool()>& is_over);
   void Fired(uint64_t number, const Event& event, const std::string& phase);
 
   Teller* const teller_;

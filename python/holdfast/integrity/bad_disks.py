@@ -126,6 +126,7 @@ def prepared(round_: dict[str, Any], attack: str) -> dict[str, Any]:
         last = {k: v for k, v in copy.deepcopy(saves[max(a["n"] for a in saves.values())]).items() if k != "event"}
         made["lives"].append([last | {"n": last["n"] + 1, "step": last["step"] + 1}])
     if attack == _IS_LATE:
+        made["launcher"] = "spawn" if made["launcher"] == "thread" else made["launcher"]
         first = next(a for a in made["lives"][0] if a["do"] == "save")
         first["event"] = {"kind": "kill-worker", "rank": 0, "phase": "writing", "share": 0.0, "seconds": 0.0}
     return made
@@ -179,6 +180,8 @@ def _first_life(made: judge.Judge, disk: BadDisk, attack: str, choose: random.Ra
     told = lines[: lines.before] if attack == _LOSES else lines
     made.hear(told, actions, {attack: 1} if made.counts["bad"] and attack == _REFUSES else None)
     made.called_late = {line["n"] for line in lines if line["event"] == "call"} - made.made.keys()
+    if attack == _IS_LATE and not made.counts["event kill-worker"]:
+        made.counts["bad"] = 0  # no write was under way
 
 
 def _later_lives(made: judge.Judge, scratch: str, plant: str) -> None:

@@ -34,20 +34,19 @@ context: Any = multiprocessing.get_context("forkserver")
 
 
 def start_server(doors: Collection[str] = ()) -> None:
-    """Starts the process that forks trainers, if any are in Python. This one reads with one thread: others run rounds beside it.
+    """Starts the process that forks trainers. This one reads with one thread: others run rounds beside it.
 
     Args:
-        doors: of the trainers; of some it imports more.
+        doors: of the trainers; of some it imports more. Without a trainer in Python it starts when it is needed.
     """
     torch.set_num_threads(1)
-    if set(doors) == {schedule.PLAN}:
-        return
     context.set_forkserver_preload([
         "torch._dynamo", "torch.distributed.checkpoint.state_dict", "holdfast.dcp", "holdfast.observe",
         "holdfast.integrity.trainer", *["holdfast.integrity.preloaded"] * (schedule.MEGATRON in doors),
         "holdfast.integrity.frozen",
     ])  # fmt: skip
-    forkserver.ensure_running()
+    if set(doors) != {schedule.PLAN}:
+        forkserver.ensure_running()
 
 
 @functools.cache
@@ -200,6 +199,7 @@ class Life:
         self.scratch = scratch
         self._directory, self._number = directory, round_["number"]
         self._killing: list[threading.Thread] = []
+        self._missed: list[dict[str, Any]] = []
         self._pool, self._injector = pool, injector
         kind, ranks = _kind_of(round_), round_["ranks"]
         store = round_["store"] if ranks > 1 or "saver" in round_ or kind and kind.has_group else ""
@@ -233,6 +233,8 @@ class Life:
             raise
         for killing in self._killing:
             killing.join()
+        while self._missed:
+            self.lines.append(self._missed.pop())
         for job, crew in enumerate(self._crews):
             goes_on = self._pool and self._may_go_on(crew)
             ended = self._pool.give_back(crew) if self._pool and goes_on else crew.dismiss(functools.partial(self._ends, job))
@@ -296,7 +298,7 @@ class Life:
             if line["event"] == "unable":
                 raise OSError(f"a trainer of round {self._number}: {line['errors'][0]['message']}")
             if line["event"] == "out of memory":  # the C++ program leaves the control group to the driver
-                self._killing.append(threading.Thread(target=memory_groups.kill, args=(line["pid"], self._directory)))
+                self._killing.append(threading.Thread(target=self._run_out_of_memory, args=(line,)))
                 self._killing[-1].start()
             elif line["event"] == "rest":
                 member.rests = True
@@ -308,6 +310,10 @@ class Life:
                 self.lines.append(line)
             if self.lines and self.lines[-1]["event"] == "leak":
                 self.lines[-1].setdefault("ending", processes.ending())
+
+    def _run_out_of_memory(self, line: dict[str, Any]) -> None:
+        if not memory_groups.kill(line["pid"], self._directory):
+            self._missed.append({**line, "event": "missed"})
 
     def kill(self) -> None:
         """Kills all trainers that are left."""
@@ -323,14 +329,29 @@ class Life:
             self._crews.pop().dismiss()
 
 
-def run_and_kill(body: Any, arguments: tuple[Any, ...], seconds: float) -> None:
-    """Runs `body` in a process of its own, which is killed after some seconds."""
-    process = context.Process(target=body, args=arguments)
+def run_and_kill(body: Any, arguments: tuple[Any, ...], seconds: float) -> int:
+    """Runs `body` in a process of its own, which is killed some seconds after its beginning.
+
+    Returns:
+        The exit status: -SIGKILL where it had not ended before.
+    """
+    read, write = context.Pipe(duplex=False)
+    process = context.Process(target=_beginning, args=(body, arguments, write))
     process.start()
+    write.close()
+    with read:
+        read.poll(TIME_SILENT_MAX)
     process.join(seconds)
     process.kill()
     process.join()
+    status: int = process.exitcode
     process.close()
+    return status
+
+
+def _beginning(body: Any, arguments: tuple[Any, ...], out: Any) -> None:
+    out.send(None)
+    body(*arguments)
 
 
 def run_injected(body: Any, arguments: tuple[Any, ...], injector: injection.Injector, role: str) -> tuple[Any, int]:

@@ -138,6 +138,7 @@ class Judge:
         lines = sorted(lines, key=lambda line: line.get("at", float("inf")))
         to_judge: list[tuple[Made, dict[str, Any]]] = []
         rung = next((line["engine"] for line in lines if line.get("engine")), "") or self.round["engine"]
+        missed = collections.Counter((line["job"], line["rank"], line["kind"]) for line in lines if line["event"] == "missed")
         for line in lines:
             event, number = line["event"], line.get("n", 0)
             made = self.made.get(number)
@@ -151,6 +152,8 @@ class Judge:
                     made.end(line, "skipped")
                     to_judge.append((made, line))
                     self.counts["skipped"] += 1
+            elif event == "fired" and missed[of := (line["job"], line["rank"], line["kind"])]:
+                missed[of] -= 1
             elif event == "fired":
                 self.counts[f"event {line['kind']}"] += 1
                 if line["phase"] not in ("call", "sealed", "done", "failed", "cancelled", "queued"):

@@ -13,6 +13,7 @@ import subprocess
 import time
 import zlib
 
+_TIME_END_MAX = 10.0  # seconds in which a killed process ends
 _LIMIT = 8 << 20  # of a group; the program that fills it stops nowhere else
 _ROOTS = (  # where groups can be, and the files of their limits
     ("/sys/fs/cgroup/memory", ("memory.limit_in_bytes", "memory.memsw.limit_in_bytes")),
@@ -58,7 +59,7 @@ def kill(pid: int, key: str) -> bool:
         key: under which `clean` finds the group.
 
     Returns:
-        Whether a group could be made. The process may have ended by itself.
+        Whether the process has ended.
     """
     root, files = _root()
     group = os.path.join(root, f"{_prefix(key)}{os.getpid()}-{next(_numbers)}")
@@ -78,7 +79,16 @@ def kill(pid: int, key: str) -> bool:
         return False
     finally:
         _remove(group)
-    return True
+    end = time.monotonic() + _TIME_END_MAX
+    while (is_alive := _is_alive(pid)) and time.monotonic() < end:
+        time.sleep(0.01)
+    return not is_alive
+
+
+def _is_alive(pid: int) -> bool:
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+        return file.read().rpartition(")")[2].split()[0] not in "ZX"
+    return False
 
 
 def _remove(group: str) -> None:

@@ -6,6 +6,7 @@ import collections
 import dataclasses
 import os
 import shutil
+import signal
 import time
 from collections.abc import Callable, Collection
 from typing import Any
@@ -145,8 +146,10 @@ def _live(round_: dict[str, Any], life: int, place: places.Place, trainers: jobs
         injector.close()
     place.cut()
     if round_["kill_recover"] is not None and os.path.isdir(made.directory):
-        jobs.run_and_kill(judge.recover, (made.directory,), round_["kill_recover"])
-        made.counts["event kill-recover"] += 1
+        status = jobs.run_and_kill(judge.recover, (made.directory,), round_["kill_recover"])
+        made.counts["event kill-recover"] += status == -signal.SIGKILL
+        if status not in (0, -signal.SIGKILL):
+            made.blame("v", f"a recovery ended with status {status}")
     last = life == len(round_["lives"]) - 1
     made.recover()
     if dead:

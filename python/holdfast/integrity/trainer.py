@@ -437,6 +437,8 @@ class Trainer:
         kind, seconds = event["kind"], event["seconds"]
         if event["phase"] == "later":
             time.sleep(seconds)
+            with contextlib.suppress(holdfast.Error):
+                phase = save.progress()["phase"] if save is not None else phase
         pid = self.worker(older) if kind in schedule.OF_WORKERS else None
         if kind in schedule.OF_WORKERS and pid is None and kind != "kill-both":
             return  # a worker in a thread
@@ -453,8 +455,8 @@ class Trainer:
                 send(pid, signal.SIGTERM)
             if kind in ("kill-worker", "kill-both"):
                 send(pid, signal.SIGKILL)
-            if kind == "oom-worker" and pid is not None:
-                memory_groups.kill(pid, self.directory)
+            if kind == "oom-worker" and pid is not None and not memory_groups.kill(pid, self.directory):
+                self.tell("missed", kind=kind)
             self.strike_trainer(kind, seconds)
             if kind == "cancel":
                 save.cancel()
@@ -469,6 +471,7 @@ class Trainer:
             os.kill(os.getpid(), signal.SIGKILL)
         if kind == "oom-trainer":
             memory_groups.kill(os.getpid(), self.directory)
+            self.tell("missed", kind=kind)  # by a process that lives
         if kind == "terminate-trainer":
             os.kill(os.getpid(), signal.SIGTERM)
         if kind == "exit-trainer":
