@@ -207,6 +207,11 @@ def saves_into_a_moved_directory() -> None:
     _wrap(change)
 
 
+def saves_a_tensor_too_many() -> None:
+    """A checkpoint has a tensor that the state has not."""
+    _wrap(lambda save, state, path: save({**state, "more": torch.ones(3)}, path))
+
+
 def leaks_a_descriptor() -> None:
     """Each save leaves a descriptor open."""
 

@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 import holdfast
 import holdfast.dcp
@@ -169,6 +171,10 @@ PLANTED: dict[str, tuple[dict[str, Any], str]] = {
     "LOAD_COMPARES_NO_DIGESTS": (made(save(1), corruptions=FLIP), "ii"),
     "RECOVER_LEAVES_DCP_FILES": (made(save(1), WAIT, save(2, **event("kill-both")), door="dcp", trainer_death="stop"), "iv"),
     "LIST_TAKES_UNFINISHED_ONES": (made(save(1), save(2, **event("kill-both"))), "i"),
+    "LOAD_INTO_LEAVES_VALUES": (made(save(1, spec={"objects": True})), "ii"),
+    "LOAD_INTO_FILLS_ONE_RANK": (made(save(1), ranks=2), "ii"),
+    "DCP_LOADS_NO_OBJECTS": (made(save(1, spec={"objects": True}), door="dcp"), "ii"),
+    "saves_a_tensor_too_many": (made(save(1), door="dcp"), "ii"),
 }
 
 
@@ -200,6 +206,30 @@ def plant_in_readers(bug: str, patch: pytest.MonkeyPatch) -> None:
             return [*partial, *every(directory, **options)]
 
         patch.setattr(holdfast, "list_checkpoints", with_partial)
+    elif bug == "LOAD_INTO_LEAVES_VALUES":
+        load_into = holdfast.load
+
+        def fills_tensors(path: Any, into: Any = None, **options: Any) -> Any:
+            before = copy.deepcopy(into)
+            loaded = load_into(path, into, **options)
+            return loaded if into is None else put_back(into, before)
+
+        patch.setattr(holdfast, "load", fills_tensors)
+    elif bug == "LOAD_INTO_FILLS_ONE_RANK":
+        of_one = holdfast.load
+        patch.setattr(holdfast, "load", lambda path, into=None, rank=0, **o: into if into and rank else of_one(path, into, rank=rank, **o))
+    elif bug == "DCP_LOADS_NO_OBJECTS":
+        patch.setattr(DefaultLoadPlanner, "load_bytes", lambda *_: None)
+
+
+def put_back(state: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
+    """The state with the values that it had, and its tensors."""
+    for key, value in before.items():
+        if isinstance(value, dict):
+            put_back(state[key], value)
+        elif not isinstance(value, torch.Tensor):
+            state[key] = value
+    return state
 
 
 @pytest.mark.parametrize("bug", PLANTED)

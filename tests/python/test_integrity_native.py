@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from test_integrity import FLIP, WAIT, event, made, save
 
-from holdfast.integrity import injection, memory_groups, native, processes, rounds, schedule, trainer
+from holdfast.integrity import injection, jobs, memory_groups, native, processes, rounds, schedule, trainer
 
 pytestmark = pytest.mark.skipif(bool(native.why_not()), reason=native.why_not())
 WIDE = {"tensors": 40, "wide": True}
@@ -168,18 +168,48 @@ def test_ranks_of_a_program_are_drawn_last() -> None:
     assert {e["rank"] for r in drawn for e in schedule.events_of(r)} >= {0, 1, 2, 3}
 
 
-@pytest.mark.parametrize("changed", ["key", "at"])
-def test_a_tensor_that_is_another_is_found(changed: str, bench: rounds.Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+OTHERS = {
+    "name": (0, lambda name: name + "?"), "dtype": (1, lambda _: "I32"), "shape": (2, lambda shape: [*shape, 1]),
+    "at": (4, lambda at: at ^ 1), "key": (5, lambda key: key ^ 1),
+}  # fmt: skip
+
+
+def other_recipes(changed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on the program takes the largest tensor of a save for another one of the same size."""
     recipes = native._recipes
 
     def planted(*arguments: Any) -> list[list[Any]]:
         made = recipes(*arguments)
-        made[-1][{"at": 4, "key": 5}[changed]] ^= 1
+        at, change = OTHERS[changed]
+        largest = max(made, key=lambda recipe: recipe[3])
+        largest[at] = change(largest[at])
         return made
 
     monkeypatch.setattr(native, "_recipes", planted)
-    problems = bench.run(plan(save(1, spec=WIDE))).problems
-    assert {p["invariant"] for p in problems} == {"i", "ii"} and "differs in" in problems[0]["what"], problems
+
+
+@pytest.mark.parametrize("changed", OTHERS)
+def test_a_tensor_that_is_another_is_found(changed: str, bench: rounds.Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    other_recipes(changed, monkeypatch)
+    problems = bench.run(plan(save(1))).problems
+    assert {p["invariant"] for p in problems} == {"i", "ii"}, problems
+    for reader in ("holdfast::CheckpointReader", "safetensors"):
+        assert any(p["what"].startswith(f"{reader} of") for p in problems), problems
+
+
+@pytest.mark.parametrize("changed", OTHERS)
+def test_a_tensor_that_is_another_is_found_by_the_program(changed: str, bench: rounds.Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It loads what its life before has saved."""
+    live = jobs.Life.run
+
+    def run(self: jobs.Life) -> None:
+        live(self)
+        other_recipes(changed, monkeypatch)
+
+    monkeypatch.setattr(jobs.Life, "run", run)
+    given = plan()
+    problems = bench.run({**given, "lives": [[save(1)], [{"do": "load", "back": 0}]]}).problems
+    assert [p["invariant"] for p in problems] == ["ii"] and "a trainer loaded" in problems[0]["what"], problems
 
 
 def test_what_the_program_keeps_is_told(bench: rounds.Bench, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,10 +3,12 @@
 #include <cerrno>
 #include <cstring>
 #include <fstream>
+#include <map>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "absl/strings/string_view.h"
 
 namespace holdfast::trainer {
 namespace {
@@ -106,7 +108,21 @@ void State::Mutate() {
   }
 }
 
+std::string State::OtherEntry(const CheckpointReader& reader) const {
+  std::map<absl::string_view, const PlannedTensor*> entries;
+  for (const PlannedTensor& entry : reader.tensors()) entries[entry.name] = &entry;
+  for (const TensorSource& tensor : tensors_) {
+    const auto entry = entries.find(tensor.name);
+    if (entry == entries.end()) return absl::StrCat(tensor.name, " is absent");
+    if (entry->second->dtype != tensor.dtype || entry->second->shape != tensor.shape)
+      return absl::StrCat(tensor.name, " is of another dtype or shape");
+    entries.erase(entry);
+  }
+  return entries.empty() ? "" : absl::StrCat(entries.begin()->first, " was never saved");
+}
+
 absl::StatusOr<std::string> State::Compare(const CheckpointReader& reader) const {
+  if (std::string other = OtherEntry(reader); !other.empty()) return other;
   std::vector<std::vector<char>> loaded;
   std::vector<TensorTarget> targets;
   for (const TensorSource& tensor : tensors_) {

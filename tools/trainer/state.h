@@ -47,12 +47,14 @@ class State {
   /// Changes every byte.
   void Mutate();
 
-  /// Loads every tensor and compares it; returns the first difference, or an empty text.
+  /// Compares names, dtypes and shapes, loads every tensor and compares it; returns the first
+  /// difference, or an empty text.
   /// \error of the load.
   absl::StatusOr<std::string> Compare(const CheckpointReader& reader) const;
 
  private:
   void Add(const Recipe& recipe, std::vector<char> bytes);
+  std::string OtherEntry(const CheckpointReader& reader) const;
 
   Device* const device_;
   std::vector<TensorSource> tensors_;

@@ -90,7 +90,7 @@ def read(path: str, expected: Any) -> Iterator[tuple[int, str]]:
         first = _load(path, {"r0.id": torch.zeros(2, dtype=torch.int64)})
         save = int(first["r0.id"][0])
         wanted = expected.dcp(save)
-        found = _load(path, states.zeros(wanted))
+        found = _load(path, states.unlike(wanted))
     step = found.pop("iteration", None)
     said = states.difference(found, wanted)
     if not said and step != expected.step(save):

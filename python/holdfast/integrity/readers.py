@@ -13,11 +13,13 @@ import torch
 
 import holdfast
 import holdfast.dcp
-from holdfast import _native
-from holdfast._tensor_kinds import as_bytes, same_bytes
+from holdfast import _dtypes, _native
+from holdfast._tensor_kinds import as_bytes
 from holdfast.integrity import megatron, schedule, states
 
 MEGATRON = "megatron.core"
+_VALUE = "a value"
+_AS_BYTES = (torch.complex64,)  # dtypes of `states.DTYPES` that are bytes to safetensors
 Finding = tuple[int, str]  # number of the save that was found, and how it differs from it
 
 
@@ -64,10 +66,11 @@ def _load(path: str, expected: Expected) -> Iterator[Finding]:
 
 
 def _load_into(path: str, expected: Expected) -> Iterator[Finding]:
-    save = int(holdfast.open(path, rank=0)["id"][0])
-    target = states.zeros(expected.state(save, 0))
-    holdfast.load(path, into=target, rank=0)
-    yield save, states.difference(target, expected.state(save, 0))
+    for rank in range(expected.round["ranks"]):
+        save = int(holdfast.open(path, rank=rank)["id"][0])
+        target = states.unlike(expected.state(save, rank))
+        holdfast.load(path, into=target, rank=rank)
+        yield save, states.difference(target, expected.state(save, rank))
 
 
 def _load_plan(path: str, expected: Expected) -> Iterator[Finding]:
@@ -78,15 +81,33 @@ def _load_plan(path: str, expected: Expected) -> Iterator[Finding]:
         _fill(reader, {"id": id_})
         save = int(id_[0])
         wanted = expected.state(save, rank)
-        target = states.zeros(wanted)
+        entries = {name: (_dtypes.of_file(dtype), tuple(shape)) for name, dtype, shape, *_ in reader.tensors()}
+        if different := _other_entry(entries, wanted):
+            yield save, different
+            continue
+        target = states.unlike(wanted)
         _fill(reader, target)
-        names = {name for name, *_ in reader.tensors()}
-        yield save, states.difference(target, wanted) if names == wanted.keys() else f"it has the tensors {sorted(names)[:5]}, ..."
+        yield save, states.difference(target, wanted)
 
 
 def _fill(reader: _native.CheckpointReader, tensors: dict[str, torch.Tensor]) -> None:
     targets: list[Any] = [(name, tensor.data_ptr(), tensor.nbytes, None, None) for name, tensor in tensors.items()]
     reader.load(targets, True, 64 << 20, 1, "auto", True)
+
+
+def _other_entry(entries: dict[str, Any], wanted: dict[str, Any]) -> str:
+    """The first name that only one of the two has, or that has another dtype or shape; empty where there is none.
+
+    Args:
+        entries: by name dtype and shape; `_VALUE` for what is no tensor.
+        wanted: a state.
+    """
+    of_state = {name: (value.dtype, tuple(value.shape)) if isinstance(value, torch.Tensor) else _VALUE
+                for name, value in states.leaves(wanted)}  # fmt: skip
+    for name in sorted(entries.keys() | of_state.keys()):
+        if entries.get(name) != of_state.get(name):
+            return f"{name} is {entries.get(name, 'absent')}, not {of_state.get(name, 'absent')}"
+    return ""
 
 
 def _number_in(files: list[str]) -> int:
@@ -104,28 +125,39 @@ def _safetensors(path: str, expected: Expected) -> Iterator[Finding]:
 
     files = sorted(glob.glob(os.path.join(glob.escape(path), "*.safetensors")))
     save = _number_in(files)
-    wanted = [dict(states.tensors(expected.state(save, rank))) for rank in range(expected.round["ranks"])]
-    for file in files:
-        number = os.path.basename(file).removeprefix("model-").split("-")[0]
-        rank = int(number) if number.isdecimal() else 0
-        with safe_open(file, "pt") as opened:
-            for name in opened.keys():
-                if name in wanted[rank]:
-                    mine = as_bytes(wanted[rank][name])
-                    if not same_bytes(as_bytes(opened.get_tensor(name)), mine):
-                        yield save, f"{name} in {os.path.basename(file)} differs"
-    yield save, ""
+    for rank in range(expected.round["ranks"]):
+        found: dict[str, torch.Tensor] = {}
+        for file in files:
+            number = os.path.basename(file).removeprefix("model-").split("-")[0]
+            if not number.isdecimal() or int(number) == rank:  # one of all ranks has no number
+                with safe_open(file, "pt") as opened:
+                    found |= {name: opened.get_tensor(name) for name in opened.keys()}
+        wanted = states.tensors(expected.state(save, rank))
+        yield save, states.difference(found, {n: as_bytes(t) if t.dtype in _AS_BYTES else t for n, t in wanted})
 
 
-def _dcp_with(load: Callable[[Any, str], None]) -> Callable[[str, Expected], Iterator[Finding]]:
+def _dcp_with(load: Callable[[Any, str], None], storage: Callable[[str], Any]) -> Callable[[str, Expected], Iterator[Finding]]:
+    """A reader of DCP.
+
+    Args:
+        load: fills a state from a path.
+        storage: makes the storage reader of a path, for the entries that no load looks at.
+    """
+
     def read(path: str, expected: Expected) -> Iterator[Finding]:
         id_ = {"r0.id": torch.zeros(2, dtype=torch.int64)}
         load(id_, path)
         save = int(id_["r0.id"][0])
         whole = expected.dcp(save)
+        entries = {name: (stored.properties.dtype, tuple(stored.size)) if hasattr(stored, "size") else _VALUE
+                   for name, stored in storage(path).read_metadata().state_dict_metadata.items()}  # fmt: skip
         if expected.round["door"] == schedule.MEGATRON:  # its objects are no values of DCP's
             whole = {name: value for name, value in whole.items() if isinstance(value, torch.Tensor)}
-        target = states.zeros(whole)
+            entries = {name: entry for name, entry in entries.items() if entry != _VALUE}
+        if different := _other_entry(entries, whole):
+            yield save, different
+            return
+        target = states.unlike(whole)
         load(target, path)
         yield save, states.difference(target, whole)
 
@@ -145,10 +177,16 @@ def _own_load(target: Any, path: str) -> None:
     holdfast.dcp.load(target, checkpoint_id=path, no_dist=True)
 
 
+def _stock_reader(path: str) -> Any:
+    import torch.distributed.checkpoint as dcp
+
+    return dcp.FileSystemReader(path)
+
+
 def _stock_load(target: Any, path: str) -> None:
     import torch.distributed.checkpoint as dcp
 
-    dcp.load(target, storage_reader=dcp.FileSystemReader(path), no_dist=True)
+    dcp.load(target, storage_reader=_stock_reader(path), no_dist=True)
 
 
 Reader = Callable[[str, Expected], Iterator[Finding]]
@@ -163,7 +201,8 @@ def readers_of(format_: str, door: str = "") -> dict[str, Reader]:
             "torch.load with mmap": _torch(mmap=True, weights_only=True),
         }
     if format_ == "dcp":
-        of_dcp = {"holdfast.dcp": _dcp_with(_own_load), "torch.distributed.checkpoint": _dcp_with(_stock_load)}
+        of_dcp = {"holdfast.dcp": _dcp_with(_own_load, holdfast.dcp.StorageReader),
+                  "torch.distributed.checkpoint": _dcp_with(_stock_load, _stock_reader)}  # fmt: skip
         return {**of_dcp, MEGATRON: megatron.read} if door == schedule.MEGATRON else of_dcp
     found: dict[str, Reader] = {"holdfast.load": _load, "holdfast.load into": _load_into}
     if door == schedule.PLAN:

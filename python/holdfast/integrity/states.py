@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -115,7 +115,8 @@ def make(seed: int, save: int, rank: int, spec: dict[str, Any]) -> dict[str, Any
     for group, members in recipes(seed, save, rank, spec).items():
         state[group] = {name: _tensor(made) for name, made in members.items()}
     if spec.get("objects"):
-        state["values"] = {"text": _TEXT + str(save), "number": save / 7, "list": [save, None, b"\0" * 3]}
+        groups = [{"rate": save / 3, "params": [0, save], "nothing": None}]  # as an optimizer has them
+        state["values"] = {"text": _TEXT + str(save), "number": save / 7, "list": [save, None, b"\0" * 3], "groups": groups}
     return state
 
 
@@ -142,13 +143,18 @@ def dcp_of_ranks(seed: int, save: int, ranks: int, spec: dict[str, Any]) -> dict
     return whole
 
 
-def tensors(state: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor with its path."""
-    if isinstance(state, torch.Tensor):
+def leaves(state: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """What DCP has a name for, with its path: what is no dict, and no list of dicts."""
+    if not isinstance(state, dict) and not (isinstance(state, list) and any(isinstance(item, dict) for item in state)):
         yield path, state
-    elif isinstance(state, dict):
-        for key, value in state.items():
-            yield from tensors(value, f"{path}.{key}" if path else str(key))
+        return
+    for key, value in state.items() if isinstance(state, dict) else enumerate(state):
+        yield from leaves(value, f"{path}.{key}" if path else str(key))
+
+
+def tensors(state: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor with its path."""
+    return ((path, value) for path, value in leaves(state) if isinstance(value, torch.Tensor))
 
 
 def mutate(state: Any) -> None:
@@ -163,13 +169,24 @@ def mutate(state: Any) -> None:
             if isinstance(value, dict) and "text" in value:
                 value["text"] = "changed after the call"
                 value["list"].append("changed")
+                value["groups"][0]["nothing"] = "changed"
 
 
-def zeros(state: Any) -> Any:
-    """The same structure with other bytes, to be filled by a load."""
+_OTHERS: dict[type, Callable[[Any], Any]] = {
+    type(None): lambda _: 0, int: lambda n: ~n, float: lambda x: -x or 1.0, str: lambda text: text + "?",
+    bytes: lambda data: data + b"?",
+}  # fmt: skip
+
+
+def unlike(state: Any) -> Any:
+    """The same structure, in which every byte and every value is another one, to be filled by a load."""
     if isinstance(state, torch.Tensor):
-        return torch.zeros_like(state)
-    return {k: zeros(v) for k, v in state.items()} if isinstance(state, dict) else state
+        made = state.clone()
+        mutate(made)
+        return made
+    if isinstance(state, dict):
+        return {key: unlike(value) for key, value in state.items()}
+    return [unlike(value) for value in state] if isinstance(state, list) else _OTHERS[type(state)](state)
 
 
 def difference(found: Any, expected: Any, path: str = "") -> str:
@@ -193,4 +210,7 @@ def difference(found: Any, expected: Any, path: str = "") -> str:
             if said:
                 return said
         return ""
-    return "" if found == expected else f"{path} is {found!r}, not {expected!r}"
+    if isinstance(expected, list) and isinstance(found, list) and len(found) == len(expected):
+        of_items = (difference(a, b, f"{path}.{i}") for i, (a, b) in enumerate(zip(found, expected, strict=True)))
+        return next(filter(None, of_items), "")
+    return "" if type(found) is type(expected) and found == expected else f"{path} is {found!r}, not {expected!r}"
