@@ -24,10 +24,11 @@ from test_integrity import event, made, save
 
 import holdfast
 from holdfast import integrity
-from holdfast.integrity import fuse_files, jobs, places, processes, rounds, schedule, slow_disk
+from holdfast.integrity import fuse_files, jobs, native, places, processes, rounds, schedule, slow_disk
 
 MIB = 1 << 20
 WAIT = {"do": "wait"}
+OF_PROGRAM = pytest.mark.skipif(bool(native.why_not()), reason=native.why_not())
 SLOW = {"rate": 16 * MIB, "spec": {"bytes": 12 * MIB}}
 
 
@@ -161,6 +162,28 @@ def test_a_trainer_sees_the_second_mount_in_place_of_the_first(tmp_path: Path) -
         assert not os.path.exists(name) and os.path.exists(os.path.join(tmp_path, "served", "file"))
         time.sleep(2.1)
         assert os.path.exists(name)
+
+
+@pytest.mark.parametrize("door", ["save_async", pytest.param(schedule.PLAN, marks=OF_PROGRAM)])
+@pytest.mark.parametrize(("ranks", "trainers"), [(2, 1), (1, 2)])
+def test_every_second_trainer_of_a_round_sees_the_second_mount(ranks: int, trainers: int, door: str, tmp_path: Path,
+                                                               monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    """Two mounts are two devices."""
+    seen: dict[tuple[int, int], int] = {}
+    read = jobs.Life._read
+
+    def look(self: jobs.Life, fd: int) -> None:
+        pid, before = self._listening[fd].process.pid, len(self.lines)
+        read(self, fd)
+        if len(self.lines) > before:  # it has its mount before it tells anything
+            first = os.path.dirname(self._directory)
+            mounts = [os.stat(path).st_dev for path in (first, os.path.join(os.path.dirname(first), "second"))]
+            seen[self.lines[-1]["job"], self.lines[-1]["rank"]] = mounts.index(os.stat(f"/proc/{pid}/root{first}").st_dev)
+
+    monkeypatch.setattr(jobs.Life, "_read", look)
+    round_ = made(save(1), WAIT, save(2), door=door, ranks=ranks, jobs=trainers, fuse=of("late", seconds=0.3))
+    assert rounds.run(round_, str(tmp_path)).problems == []
+    assert seen == {(job, rank): (job + rank) % 2 for job in range(trainers) for rank in range(ranks)}
 
 
 def pages(fd: int) -> int:

@@ -76,6 +76,8 @@ Task ParseTask(const std::string& line) {
   Task task;
   task.job = given.at("job");
   task.log = given.at("log");
+  task.second = given.at("second");
+  task.mount = given.at("mount");
   task.options = ParseOptions(given.at("options"));
   task.replace = given.at("replace");
   if (const json& seed = given.at("device"); !seed.is_null()) task.device = seed;

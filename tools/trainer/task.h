@@ -49,7 +49,9 @@ struct Action {
 
 struct Task {
   uint32_t job = 0;
-  std::string log;              ///< File that standard error goes to.
+  std::string log;     ///< File that standard error goes to.
+  std::string second;  ///< Directory that the process sees in place of `mount`; or empty.
+  std::string mount;
   CheckpointerOptions options;  ///< `directory` may not exist yet.
   bool replace = false;
   std::optional<uint64_t> device;  ///< Seed of the stand-in that holds the tensors; none: the host.

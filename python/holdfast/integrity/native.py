@@ -85,6 +85,7 @@ def _line(task: trainer.Task, rank: int, actions: list[dict[str, Any]], dead: li
         "job": job, "replace": round_["replace"], "device": round_["number"] if round_["device"] == "stand-in" else None,
         "actions": actions, "dead": dead, "spoil": False, "pool": _pool(),
         "log": os.path.join(task.scratch, f"trainer-{job}-{rank}.log"),
+        "second": task.second, "mount": os.path.dirname(task.directory),
         "options": {**options, "directory": task.directory, "worker_program": _programs.program("holdfast-worker"),
                     "when_full": round_["when_full"], "keep_last": round_["keep_last"],
                     "rank": rank, "world_size": round_["ranks"]},
