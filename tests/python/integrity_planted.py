@@ -21,7 +21,8 @@ import torch
 
 import holdfast
 import holdfast.dcp
-from holdfast import handle
+from holdfast import _durable, handle
+from holdfast.dcp import writer
 from holdfast.integrity import injection, jobs, memory_groups, sealed_memory, slow_device, trainer
 
 _kept: list[Any] = []
@@ -210,6 +211,16 @@ def saves_into_a_moved_directory() -> None:
 def saves_a_tensor_too_many() -> None:
     """A checkpoint has a tensor that the state has not."""
     _wrap(lambda save, state, path: save({**state, "more": torch.ones(3)}, path))
+
+
+def leaves_a_new_directory_unsynced() -> None:
+    """The directory of the checkpoints is made, and its parent, the mount of the round, is not synced."""
+    real = _durable.begin_directory
+
+    def begin(path: str) -> list[str]:
+        return [above for above in real(path) if os.path.basename(above) != "disk"]
+
+    _durable.begin_directory = writer.begin_directory = begin
 
 
 def leaks_a_descriptor() -> None:

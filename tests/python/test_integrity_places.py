@@ -305,6 +305,27 @@ def test_a_missing_sync_is_found(ignored: str, tmp_path: Path) -> None:
     assert "i" in {p["invariant"] for p in found}, found
 
 
+@pytest.mark.parametrize("door", ["save_async", "checkpointer", "dcp", "checkpointer-dcp", "save_file"])
+def test_a_new_directory_of_checkpoints_that_is_not_synced_is_found(door: str, tmp_path: Path) -> None:
+    """The package makes the directory; without a sync of its parent, it is lost with all that is durable in it."""
+    for key in range(8):
+        round_ = made(save(1), WAIT, door=door, fuse=of("forgets", key=key))
+        assert rounds.run(round_, str(tmp_path)).problems == []
+        found = rounds.run(round_, str(tmp_path), "integrity_planted:leaves_a_new_directory_unsynced").problems
+        if found:
+            break
+    assert "i" in {p["invariant"] for p in found}, found
+
+
+@pytest.mark.parametrize("door", ["save_async", "dcp", pytest.param(schedule.PLAN, marks=OF_PROGRAM)])
+def test_directories_that_a_trainer_has_moved_or_made_are_not_lost(door: str, tmp_path: Path) -> None:
+    for key in range(3):
+        round_ = made(save(1), WAIT, {"do": "move"}, save(2), WAIT, door=door, fuse=of("forgets", key=key))
+        done = rounds.run(round_, str(tmp_path))
+        assert done.problems == []
+        assert done.counts["durable"] == 2
+
+
 # ---- The end.
 
 

@@ -1,5 +1,6 @@
 #include "tools/trainer/life.h"
 
+#include <fcntl.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -42,7 +43,7 @@ class Life {
     if (!pool.ok()) return Crashed(pool.status());
     pool_ = *std::move(pool);
     if (!task_.dead.empty()) return LookAtDeadFiles();
-    mkdir(task_.options.directory.c_str(), 0777);
+    MakeDirectory();
     if (!Open(0)) return;
     for (const Action& action : task_.actions) {
       if (action.what == "save") Save(action);
@@ -63,6 +64,15 @@ class Life {
   absl::Duration Longest() const { return absl::Seconds(task_.outcome_seconds_max); }
 
   void Crashed(const absl::Status& error) { teller_->TellFailure("crashed", 0, error); }
+
+  /// The directory, which a save expects, durably: also where another rank has just made it.
+  void MakeDirectory() const {
+    const fs::path directory(task_.options.directory);
+    mkdir(directory.c_str(), 0777);
+    const int parent = open(directory.parent_path().c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    fsync(parent);
+    close(parent);
+  }
 
   void LookAtDeadFiles() {
     for (const DeadFile& file : task_.dead) {
@@ -245,7 +255,7 @@ class Life {
     } while (fs::exists(to));
     teller_->Tell("moving", {{"to", to}});  // before: this process may be killed behind the rename
     fs::rename(task_.options.directory, to, error);
-    mkdir(task_.options.directory.c_str(), 0777);
+    MakeDirectory();
   }
 
   void RecoverBeside() {

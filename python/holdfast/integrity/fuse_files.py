@@ -181,14 +181,10 @@ class _Mount:
             os.utime(handle, ns=(before.st_atime_ns, before.st_mtime_ns))
             node.hidden = (os.fstat(handle).st_ctime_ns, before.st_ctime_ns)
 
-    def _unsynced(self, node: int) -> Unsynced | None:
-        """Notes changes of a directory's entries; those of the mount's root are the round's own."""
-        return self.server.unsynced if node != fuse.ROOT else None
-
     @contextlib.contextmanager
     def _making(self, node: int, name: str) -> Iterator[None]:
         """While an entry is made, which may be lost."""
-        unsynced, parent = self._unsynced(node), self._nodes[node].fd
+        unsynced, parent = self.server.unsynced, self._nodes[node].fd
         if not unsynced:
             yield
             return
@@ -201,7 +197,7 @@ class _Mount:
     @contextlib.contextmanager
     def _removing(self, node: int, body: memoryview) -> Iterator[None]:
         """While an entry is removed, which may come back."""
-        unsynced = self._unsynced(node)
+        unsynced = self.server.unsynced
         if not unsynced:
             yield
             return
@@ -285,7 +281,9 @@ class _Mount:
 
     def _move(self, node: int, target: int, body: memoryview, flags: int) -> None:
         old, new = (os.fsencode(name) for name in _names(body))
-        source, directory, unsynced = self._nodes[node].fd, self._nodes[target].fd, self._unsynced(node)
+        source, directory = self._nodes[node].fd, self._nodes[target].fd
+        # In the mount's root a trainer itself moves the directory of the checkpoints, and tells so: that is durable.
+        unsynced = self.server.unsynced if node != fuse.ROOT else None
         with unsynced.lock if unsynced else contextlib.nullcontext():
             done = unsynced.moving(source, old, directory, new, flags) if unsynced else None
             if _libc.renameat2(source, old, directory, new, flags) != 0:

@@ -31,6 +31,7 @@ import torch
 import holdfast
 import holdfast.dcp
 from holdfast import _devices, handle
+from holdfast._durable import sync_directory
 from holdfast.integrity import injection, memory_groups, readers, schedule, sealed_memory, states
 from holdfast.integrity.processes import address_space, children, held, join, left, see, send
 from holdfast.integrity.slow_device import SlowDevice
@@ -201,9 +202,8 @@ class Trainer:
         event = action.get("event")
         mine = event if event and event["rank"] == self.rank else None
         self._set_rate(action.get("rate", 0))
-        if self.round["door"] in schedule.OF_PATHS:
-            with contextlib.suppress(FileExistsError):
-                os.mkdir(self.directory)
+        if self.round["door"] == schedule.MEGATRON:
+            self._make_directory()
         self.tell("call", n=number)
         if mine:
             self._begin_event(number, mine)
@@ -344,7 +344,14 @@ class Trainer:
             self._moves += 1
         self.tell("moving", to=to)  # before: this process may be killed behind the rename
         os.rename(self.directory, to)
-        os.mkdir(self.directory)
+        self._make_directory()
+
+    def _make_directory(self) -> None:
+        """Makes the directory of the checkpoints, durably: also where another rank has just made it."""
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(self.directory)
+        with contextlib.suppress(OSError):  # of a bad disk
+            sync_directory(os.path.dirname(self.directory))
 
     def _recover(self, _: dict[str, Any]) -> None:
         try:
