@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from test_integrity import event, made, save
+from torch.distributed.checkpoint.api import CheckpointException
 
 import holdfast
 from holdfast import integrity
@@ -54,6 +55,20 @@ def test_what_a_recovery_or_a_reader_raises_is_an_escape(broken: str, tmp_path: 
     looking.look(thorough=False)
     said = [p["what"] for p in looking.problems if "Structure needs cleaning" in p["what"]]
     assert said and str(tmp_path) in said[0], looking.problems
+
+
+@pytest.mark.parametrize("looks", ["read", "load_damaged"])
+def test_an_interrupt_inside_of_a_frameworks_exception_is_no_escape(looks: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: Any) -> Any:
+        raise CheckpointException("load", {0: (KeyboardInterrupt(), None)})
+
+    holdfast.save({"x": 1}, tmp_path / "step-1", step=1)
+    looking = judge.Judge(made(save(1)), str(tmp_path))
+    monkeypatch.setattr(looking, "_readers", lambda: {"holdfast.load": interrupted})
+    path = str(tmp_path / "step-1")
+    with pytest.raises(KeyboardInterrupt):
+        looking.read({"path": path, "name": "step-1"}, 0, True) if looks == "read" else looking.load_damaged(path, "done")
+    assert not looking.problems
 
 
 def test_a_round_whose_recovery_raises_has_an_escape(tmp_path: Path, adopting: None, monkeypatch: pytest.MonkeyPatch) -> None:

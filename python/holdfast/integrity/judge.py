@@ -371,8 +371,8 @@ class Judge:
                 if not (of_others and self._may_be_damaged(candidates)):
                     self.blame("ii", f"{reader} of {path}: {error}")
             except BaseException as error:
-                if isinstance(error, KeyboardInterrupt):
-                    raise
+                if readers.is_interrupt(error):
+                    raise KeyboardInterrupt from error
                 if not thorough and self._has_gone(checkpoint):
                     self.counts["checkpoints that an orphan removed while they were read"] += 1
                 elif not self._may_be_damaged(candidates, "DATA_LOSS" if of_others else repr(error)):
@@ -534,8 +534,8 @@ class Judge:
             except readers.Unknown as error:
                 self.blame("ii", f"{done}: {reader} of {path} accepts it; {error}")
             except BaseException as error:
-                if isinstance(error, KeyboardInterrupt):
-                    raise
+                if readers.is_interrupt(error):
+                    raise KeyboardInterrupt from error
                 if not readers.is_own(error):
                     self.blame("v", f"{done}: {reader} of {path} raises {error!r}")
                 self.counts["damage refused by a load"] += 1

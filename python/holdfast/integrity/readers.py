@@ -239,8 +239,16 @@ def is_own(error: BaseException) -> bool:
 
     The framework's loading turns what a reader raises into exceptions of its own, with the text.
     """
-    causes = [e[0] for e in getattr(error, "failures", {0: (error,)}).values()]
-    return all(isinstance(e, holdfast.Error) or _CODE.search(str(e)) for e in causes)
+    return all(isinstance(e, holdfast.Error) or _CODE.search(str(e)) for e in _causes(error))
+
+
+def is_interrupt(error: BaseException) -> bool:
+    """Whether it is Ctrl-C, also inside of an exception of the framework."""
+    return any(isinstance(e, KeyboardInterrupt) for e in _causes(error))
+
+
+def _causes(error: BaseException) -> list[BaseException]:
+    return [e[0] for e in getattr(error, "failures", {0: (error,)}).values()]
 
 
 def verdict(path: str, format_: str) -> str:
