@@ -93,14 +93,33 @@ def begin_directory(path: str) -> list[str]:
     Raises:
         Error: as of `make_directory`.
     """
-    if os.path.exists(path):
-        return []
     above = os.path.dirname(path)
+    if os.path.exists(path):
+        _sync_name(path)
+        return []
     made = begin_directory(above)
     with of_system(f"make directory {path}"):
         with contextlib.suppress(FileExistsError):  # another rank has made it
             os.mkdir(path)
     return [*made, above]
+
+
+_NAMED_MAX = 1000
+_named: dict[str, tuple[int, int]] = {}  # directories that stood there, whose names this process has synced
+
+
+def _sync_name(path: str) -> None:
+    """Makes the name of a directory durable that another process may have made and, killed, has not synced; once for each directory.
+
+    That the directory above cannot be opened or synced fails no save: it may be of another file system, or another user's.
+    """
+    with contextlib.suppress(OSError):
+        found = os.stat(path)
+        if _named.get(path) != (found.st_dev, found.st_ino):
+            if len(_named) >= _NAMED_MAX:
+                _named.clear()
+            _named[path] = found.st_dev, found.st_ino
+            sync_directory(os.path.dirname(path))
 
 
 def replace_directory(new: str, path: str, aside: str) -> str:

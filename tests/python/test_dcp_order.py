@@ -51,8 +51,8 @@ def test_metadata_is_synced_renamed_and_synced_again_before_anything_is_deleted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "run"
-    # The directory's own name first: else all of it could vanish in a crash.
-    before, deleted = [("fsync", tmp_path.name)], []
+    # The names above and its own first: else all of it could vanish in a crash.
+    before, deleted = [("fsync", tmp_path.parent.name), ("fsync", tmp_path.name)], []
     for step, way in enumerate(("save", "async_save", "save"), 1):
         with monkeypatch.context() as patch:
             calls = Calls(patch)
@@ -72,7 +72,7 @@ def test_metadata_is_synced_renamed_and_synced_again_before_anything_is_deleted(
         assert set(metadata.read(path / ".metadata").state_dict_metadata) == {"w", "step"}
         (manifest,) = path.glob("rank-*.manifest.json")
         # A file without its manifest is known to be incomplete, not corrupt.
-        before = []
+        before = [("fsync", tmp_path.name)] if step == 1 else []  # once more for a directory that stands there
         deleted = [("unlink", n) for n in (record, manifest.name, f"__0_{step - 1}.distcp")]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import gc
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -15,7 +16,7 @@ import pytest
 import torch
 
 import holdfast
-from holdfast import _runtime
+from holdfast import _durable, _runtime
 
 MIB = 1 << 20
 BENCHMARKS = str(Path(__file__).resolve().parents[2] / "python/benchmarks")
@@ -144,6 +145,29 @@ def test_a_skipped_save_is_no_failure(tmp_path: Path, caplog: pytest.LogCaptureF
     assert line.levelname == "WARNING" and "skipped" in line.getMessage()
 
 
+def test_the_name_of_a_directory_that_another_process_has_made_is_durable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That one may have been killed before its fsync of the directory above."""
+    synced: list[str] = []
+    sync, run = _durable.sync_directory, tmp_path / "run"
+    failing: list[str] = []
+
+    def noted(path: str) -> None:
+        synced.append(str(path))
+        sync(failing.pop() if failing else path)
+
+    monkeypatch.setattr(_durable, "sync_directory", noted)
+    run.mkdir()
+    for step in (1, 2):  # the second save knows it
+        holdfast.save({"a": 1}, run / f"step-{step}")
+    assert synced == [str(tmp_path)]
+    shutil.rmtree(run)
+    run.mkdir()
+    failing.append(str(tmp_path / "nothing"))  # as where the directory above is another user's
+    for step in (3, 4):
+        holdfast.save({"a": 1}, run / f"step-{step}")
+    assert synced == [str(tmp_path)] * 2
+
+
 def test_missing_directories_above_are_made(tmp_path: Path) -> None:
     path = tmp_path / "a" / "b" / "step-1"
     assert holdfast.save({"x": 1}, path)["path"] == str(path)
@@ -160,9 +184,10 @@ def test_names_of_new_directories_are_durable(tmp_path: Path, monkeypatch: pytes
 
     monkeypatch.setattr(os, "fsync", recording)
     holdfast.save({"x": 1}, tmp_path / "a" / "b" / "step-1")
-    assert synced == [str(tmp_path), str(tmp_path / "a")]
-    holdfast.save({"x": 1}, tmp_path / "a" / "b" / "step-2")
-    assert len(synced) == 2, "a directory that was there is synced again"
+    assert synced == [str(tmp_path.parent), str(tmp_path), str(tmp_path / "a")]
+    for step in (2, 3):
+        holdfast.save({"x": 1}, tmp_path / "a" / "b" / f"step-{step}")
+    assert synced[3:] == [str(tmp_path / "a")], "a directory that was there is synced once more"
 
 
 def test_a_star_import_shadows_no_builtin() -> None:
