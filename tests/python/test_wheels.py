@@ -32,7 +32,7 @@ def run(*command: object, **options: object) -> subprocess.CompletedProcess[str]
 
 
 def test_the_extension_module_exports_its_initialization_alone() -> None:
-    listed = run("nm", "-D", "--defined-only", "--format=just-symbols", _native.__file__)
+    listed = run("nm", "-D", "-g", "--defined-only", "--format=just-symbols", _native.__file__)
     assert (listed.returncode, listed.stdout.split()) == (0, ["PyInit__native"]), listed.stderr
 
 
