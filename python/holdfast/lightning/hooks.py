@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import logging
 import sys
+from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary, proxy
 
@@ -61,18 +62,17 @@ class _WithoutLoggers:
 
 def install(kind: type) -> None:
     """Puts the functions in front, once, in every flavor of Lightning that was imported."""
-    for module in flavor.imported("callbacks.model_checkpoint"):
-        if not hasattr(module.ModelCheckpoint, "_holdfast_hooks"):
-            _into_callback(module.ModelCheckpoint, kind)
-    for module in flavor.imported("trainer.trainer"):
-        if not hasattr(module.Trainer, "_holdfast_hooks"):
-            _into_trainer(module.Trainer, kind)
-    for module in flavor.imported("trainer.connectors.checkpoint_connector"):
-        if not hasattr(module._CheckpointConnector, "_holdfast_hooks"):
-            _into_connector(module._CheckpointConnector, kind)
-    for module in flavor.imported_fabric("fabric"):
-        if not hasattr(module.Fabric, "_holdfast_hooks"):
-            _into_fabric(module.Fabric, kind)
+    for modules, name, put in (
+        (flavor.imported("callbacks.model_checkpoint"), "ModelCheckpoint", _into_callback),
+        (flavor.imported("trainer.trainer"), "Trainer", _into_trainer),
+        (flavor.imported("trainer.connectors.checkpoint_connector"), "_CheckpointConnector", _into_connector),
+        (flavor.imported_fabric("fabric"), "Fabric", _into_fabric),
+    ):
+        for module in modules:
+            stock = getattr(module, name)
+            if not hasattr(stock, "_holdfast_hooks"):
+                put(stock, kind)
+                stock._holdfast_hooks = True
 
 
 def _into_callback(callback: Any, kind: type) -> None:
@@ -121,7 +121,6 @@ def _into_callback(callback: Any, kind: type) -> None:
     callback._save_checkpoint = save
     callback.file_exists = exists
     callback.on_train_batch_end = batch_end
-    callback._holdfast_hooks = True
 
 
 class _View:
@@ -175,11 +174,7 @@ def _into_trainer(trainer_class: Any, kind: type) -> None:
             return stock(self)
         error: BaseException | None = None
         try:
-            try:
-                plugin.wait()
-                error = plugin.order.take_error()
-            except Exception as failed:  # also of a logger, on one rank alone: the others wait for its answer
-                error = failed
+            error = _error_of(plugin, plugin.wait)
             if not self.interrupted and self.world_size > 1:  # else not all ranks come here
                 error = agreement.error_of_ranks(self.strategy, error)
         finally:
@@ -195,7 +190,6 @@ def _into_trainer(trainer_class: Any, kind: type) -> None:
         return None
 
     trainer_class._teardown = teardown
-    trainer_class._holdfast_hooks = True
 
 
 def _into_connector(connector: Any, kind: type) -> None:
@@ -210,7 +204,6 @@ def _into_connector(connector: Any, kind: type) -> None:
         return stock(self, checkpoint_path, *args, **kwargs)
 
     connector.resume_start = resume_start
-    connector._holdfast_hooks = True
 
 
 def _into_fabric(fabric: Any, kind: type) -> None:
@@ -226,7 +219,6 @@ def _into_fabric(fabric: Any, kind: type) -> None:
         return stock(self, path, *args, **kwargs)
 
     fabric.load = load
-    fabric._holdfast_hooks = True
 
 
 def _wait_on_all(strategy: Any, plugin: Any, path: Any) -> None:
@@ -235,13 +227,21 @@ def _wait_on_all(strategy: Any, plugin: Any, path: Any) -> None:
     Raises:
         Error: on all ranks, of a save of rank 0 that has failed.
     """
-    error: BaseException | None
-    try:
+
+    def wait() -> None:
         plugin.order.wait_for_saves()
         plugin.wait_for(path)
-        error = plugin.order.take_error()
-    except Exception as failed:
-        error = failed
-    error = agreement.error_of_ranks(strategy, error)
+
+    error = agreement.error_of_ranks(strategy, _error_of(plugin, wait))
     if error is not None:
         raise error
+
+
+def _error_of(plugin: Any, wait: Callable[[], object]) -> BaseException | None:
+    """What a wait for saves raises, also of a logger, or what has failed before: the other ranks wait for the answer."""
+    try:
+        wait()
+        error: BaseException | None = plugin.order.take_error()
+    except Exception as failed:
+        return failed
+    return error
