@@ -170,4 +170,4 @@ def _shell(node: Any) -> str:
 def objects(structure: dict[str, Any]) -> dict[str, tuple[str, int, int]]:
     """The pickled objects by name: class, and place and length among the pickles."""
     classes = {node["name"]: node.get("class", "") for _, node in leaves(structure) if _is_object(node)}
-    return {name: (classes.get(name, ""), *place) for name, place in structure.get("objects", {}).items()}
+    return {name: (classes.get(name, ""), begin, length) for name, (begin, length) in structure.get("objects", {}).items()}

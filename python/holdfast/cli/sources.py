@@ -290,39 +290,28 @@ class _Holdfast(Source):
             if stored is not None:
                 yield part, json.loads(stored.read(0, stored.nbytes))
 
-    def values(self) -> dict[str, str]:
+    def _described(self, of: Callable[[dict[str, Any]], dict[str, Any]]) -> Iterator[tuple[Part, str, Any]]:
+        """What a function of `description` finds, by part and name."""
         with self._of_description():
-            return {
-                part.label + name: value
-                for part, structure in self._structures()
-                for name, value in description.values(structure).items()
-            }
+            for part, structure in self._structures():
+                for name, found in of(structure).items():
+                    yield part, name, found
+
+    def values(self) -> dict[str, str]:
+        return {part.label + name: value for part, name, value in self._described(description.values)}
 
     def objects(self) -> dict[str, Object]:
         found = {}
-        with self._of_description():
-            for part, structure in self._structures():
-                for name, (cls, begin, length) in description.objects(structure).items():
-                    read = functools.partial(part.tensors[_OWN + "objects"].read, begin, length)
-                    found[part.label + name] = Object(cls, length, read)
+        for part, name, (cls, begin, length) in self._described(description.objects):
+            read = functools.partial(part.tensors[_OWN + "objects"].read, begin, length)
+            found[part.label + name] = Object(cls, length, read)
         return found
 
     def views(self) -> dict[str, str]:
-        with self._of_description():
-            return {
-                part.label + name: text
-                for part, structure in self._structures()
-                for name, text in description.views(structure).items()
-                if name not in part.tensors
-            }
+        return {part.label + name: text for part, name, text in self._described(description.views) if name not in part.tensors}
 
     def containers(self) -> dict[str, tuple[str, bool]]:
-        with self._of_description():
-            return {
-                part.label + name: container
-                for part, structure in self._structures()
-                for name, container in description.containers(structure).items()
-            }
+        return {part.label + name: container for part, name, container in self._described(description.containers)}
 
     @property
     def layout(self) -> str:
