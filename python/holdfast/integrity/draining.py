@@ -65,10 +65,7 @@ def prepare(round_: dict[str, Any], base: str, scratch: str) -> judge.Judge:
         orphans = processes.Orphans()
         trainers = jobs.Life(round_, life, made.directory, scratch)
         trainers.run()
-        if left := orphans.wait(_ORPHANS_SECONDS):
-            made.blame("iv", f"processes that outlive their trainers: {left}")
-        if trainers.problem:
-            made.blame("v", trainers.problem)
+        made.hear_ends(trainers.problem, orphans.wait(_ORPHANS_SECONDS))
         made.hear(trainers.lines, actions)
         if life == 0 and (errors := drain(base)[1]):
             made.blame("v", f"a drain without a fault failed: {errors}")

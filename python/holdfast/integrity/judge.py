@@ -274,6 +274,13 @@ class Judge:
                         name for name, _, why in (kept.partition(": ") for kept in recover(directory)) if not why.startswith(_NOT_RECOVERED)
                     }
 
+    def hear_ends(self, problem: str, left: dict[int, str]) -> None:
+        """Blames what was wrong with the ends of a life's trainers, and processes that outlive them."""
+        if problem:
+            self.blame("v", problem)
+        if left:
+            self.blame("iv", f"processes that outlive their trainers: {left}")
+
     def _directories(self) -> list[str]:
         return [*self._moved, self.directory]
 

@@ -136,10 +136,7 @@ def live(made: judge.Judge, life: int, lines: list[dict[str, Any]], scratch: str
     trainers = jobs.Life(made.round, life, made.directory, scratch, plant)
     trainers.lines = lines
     trainers.run()
-    if trainers.problem:
-        made.blame("v", trainers.problem)
-    if left := orphans.wait(rounds.TIME_ORPHANS_MAX):
-        made.blame("iv", f"processes that outlive their trainers by {rounds.TIME_ORPHANS_MAX:g} s: {left}")
+    made.hear_ends(trainers.problem, orphans.wait(rounds.TIME_ORPHANS_MAX))
 
 
 def record(round_: dict[str, Any], witness: Witness, scratch: str, plant: str) -> judge.Judge:

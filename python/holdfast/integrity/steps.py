@@ -255,10 +255,7 @@ class Bench:
             orphans = processes.Orphans()
             trainers = jobs.Life(round_, life, directory, scratch, injector=injector)
             trainers.run()
-            if left := orphans.wait(rounds.TIME_ORPHANS_MAX):
-                made.blame("iv", f"processes that outlive their trainers: {left}")
-            if trainers.problem:
-                made.blame("v", trainers.problem)
+            made.hear_ends(trainers.problem, orphans.wait(rounds.TIME_ORPHANS_MAX))
             injector.close()
             made.hear(trainers.lines + [injection.line(f) for f in injector.fired], actions)
         shutil.rmtree(scratch)
