@@ -31,8 +31,7 @@ inline constexpr uint64_t kFixedNs = 100'000'000;
 
 /// Runs `work`, which is repeatable, on an input of `bytes`. Fails if it takes more CPU time than
 /// kFixedNs and 1 us for each byte, three times one after the other. The walk over archives may do
-/// the work of a MiB for a shorter file: 2 ms, or 120 ms with sanitizers on a loaded machine.
-/// Quadratic work on 32 KiB takes seconds.
+/// the work of 64 KiB for a shorter file. Quadratic work on 32 KiB takes seconds.
 template <typename Work>
 void ExpectLinearTime(uint64_t bytes, Work work) {
   constexpr uint64_t kNsPerByte = 1000;

@@ -20,7 +20,7 @@ namespace {
 
 using holdfast::fuzz::Input;
 
-constexpr uint64_t kReadFixed = 2 << 20;
+constexpr uint64_t kReadFixed = 192 << 10;
 constexpr uint64_t kReadPerByte = 6;  // four of the walk's own bound, and a window
 constexpr uint64_t kWorkPerRead = 64;
 
@@ -59,7 +59,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t bytes) {
     return memfd_create("archives", MFD_CLOEXEC);
   }();
   const std::string file = File(data, bytes);
-  HOLDFAST_EXPECT(ftruncate(fd, 0) == 0);
+  HOLDFAST_EXPECT(ftruncate(fd, static_cast<off_t>(file.size())) == 0);
   HOLDFAST_EXPECT(pwrite(fd, file.data(), file.size(), 0) == static_cast<ssize_t>(file.size()));
   holdfast::verify::ZipArchives found;
   holdfast::fuzz::ExpectLinearTime(file.size(), [&] {

@@ -25,7 +25,7 @@ constexpr char kRecordSignature[] = "PK\x01\x02";
 // The reads of a sound file: its directories and local headers once, and each byte once in a
 // window.
 constexpr uint64_t kWorkPerByte = 4;
-constexpr uint64_t kWorkMin = 1 << 20;
+constexpr uint64_t kWorkMin = 64 << 10;
 constexpr uint64_t kWorkPerRead = 64;  // a system call costs at least as much as 64 bytes
 
 struct Archive {
