@@ -11,6 +11,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <iterator>
 #include <memory>
 #include <new>
 #include <string>
@@ -217,11 +218,11 @@ const char* Verdict(const Job* job, uint64_t bytes) {
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t bytes) {
   Input input(data, bytes);
-  JobTable table = Table(input.Below(5));
-  Copy copy(&table);
+  static JobTable tables[] = {Table(0), Table(1), Table(2), Table(3), Table(4)};
+  Copy copy(&tables[input.Below(std::size(tables))]);
   for (size_t i = 0; i < kChangesMax && !input.AtEnd(); ++i) copy.Change(&input);
   static const int fd = memfd_create("table", MFD_CLOEXEC);
-  HOLDFAST_EXPECT(ftruncate(fd, 0) == 0);
+  HOLDFAST_EXPECT(ftruncate(fd, static_cast<off_t>(copy.bytes())) == 0);
   HOLDFAST_EXPECT(pwrite(fd, copy.data(), copy.bytes(), 0) == static_cast<ssize_t>(copy.bytes()));
   const char* const verdict = Verdict(copy.job(), copy.bytes());
   Watch(fd, ValidateJob(copy.job(), copy.bytes()), *copy.job());

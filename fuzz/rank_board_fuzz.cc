@@ -110,7 +110,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t bytes) {
   board.world_size = static_cast<uint32_t>(1 + input.Below(40));
   board.rank = static_cast<uint32_t>(input.Below(board.world_size));
   const std::string file = Board(&input, board.world_size);
-  HOLDFAST_EXPECT(ftruncate(board.fd, 0) == 0);
+  HOLDFAST_EXPECT(ftruncate(board.fd, static_cast<off_t>(file.size())) == 0);
   HOLDFAST_EXPECT(pwrite(board.fd, file.data(), file.size(), 0) ==
                   static_cast<ssize_t>(file.size()));
   ReadAsRank(board);

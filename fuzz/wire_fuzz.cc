@@ -1,6 +1,6 @@
 // A worker's end of the socket: a message with file descriptors, and the attachment of an arena
 // that an accepted message brings. No descriptor is left.
-#include <fcntl.h>
+#include <poll.h>
 #include <sys/mman.h>
 #include <sys/socket.h>
 #include <unistd.h>
@@ -35,8 +35,13 @@ enum Shape : uint8_t {
 
 /// One bit for each of the first descriptors that is open.
 uint64_t OpenFds() {
+  pollfd fds[kFdsSeen] = {};
+  for (int fd = 0; fd < kFdsSeen; ++fd) fds[fd].fd = fd;
+  HOLDFAST_EXPECT(poll(fds, kFdsSeen, 0) >= 0);
   uint64_t open = 0;
-  for (int fd = 0; fd < kFdsSeen; ++fd) open |= uint64_t{fcntl(fd, F_GETFD) >= 0} << fd;
+  for (int fd = 0; fd < kFdsSeen; ++fd) {
+    open |= uint64_t{(fds[fd].revents & POLLNVAL) == 0} << fd;
+  }
   return open;
 }
 
