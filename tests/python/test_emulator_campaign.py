@@ -29,7 +29,7 @@ from holdfast.integrity import (
 
 PAGE = 4096
 FLUSH, FUA, DISCARD, MARK = 1, 2, 4, 8
-LIMITS = schedule.Limits(ranks_max=1, mount=False)
+LIMITS = schedule.Limits(ranks_max=1, mounts=())
 
 
 @pytest.fixture(scope="module")

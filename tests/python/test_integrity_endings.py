@@ -234,7 +234,7 @@ def test_an_escape_counts_more_than_what_ends_the_campaign(
 ) -> None:
     def run(self: Any, *_: Any) -> None:
         if has_escaped:
-            self._count(schedule.draw(1, 0, schedule.Limits(mount=False)), rounds.crashed("lost"), 0)
+            self._count(schedule.draw(1, 0, schedule.Limits(mounts=())), rounds.crashed("lost"), 0)
         raise ending("it ends")
 
     monkeypatch.setattr(campaign.Campaign, "run", run)
@@ -249,7 +249,7 @@ def test_a_comparison_that_ends_has_its_table(
 ) -> None:
     def run(self: Any, *_: Any) -> None:
         if has_escaped and self.saver == "holdfast.dcp":
-            drawn = peers.reduce(schedule.draw(1, 0, schedule.Limits(mount=False)), self.saver)
+            drawn = peers.reduce(schedule.draw(1, 0, schedule.Limits(mounts=())), self.saver)
             self._count(drawn, rounds.crashed("lost"), 0)
             return
         raise ending("it ends")

@@ -9,6 +9,7 @@ import mmap
 import os
 import random
 import select
+import shlex
 import shutil
 import signal
 import subprocess
@@ -407,8 +408,10 @@ def test_a_limit_that_is_refused_is_no_plain_directory(kind: str, refused: str, 
 
 @pytest.mark.skipif(not shutil.which("setpriv"), reason="there is no setpriv")
 @pytest.mark.parametrize(("place", "status", "said"), [
-    ("small", 2, "integrity-fuzz: --places: small: mount -t tmpfs "), ("quota", 2, "integrity-fuzz: --places: quota: mount -t tmpfs "),
-    ("", 0, "no file systems are mounted: mount -t tmpfs "),
+    ("small", 2, "integrity-fuzz: --places: small: mount -t tmpfs "), ("quota", 2, "integrity-fuzz: --places: quota: mount -o loop "),
+    ("fuse-errs", 2, "integrity-fuzz: --places: fuse-errs: [Errno 1] mount fuse: "),
+    ("slow-disk", 2, "integrity-fuzz: --places: slow-disk: [Errno 1] mount fuse: "),
+    ("", 0, "no rounds on file systems of the kind small: mount -t tmpfs "),
 ])  # fmt: skip
 def test_root_that_may_not_mount_runs_no_round_with_a_limit(place: str, status: int, said: str, tmp_path: Path) -> None:
     """As in a usual container."""
@@ -418,4 +421,19 @@ def test_root_that_may_not_mount_runs_no_round_with_a_limit(place: str, status: 
     done = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == status and said in done.stdout + done.stderr, done.stdout + done.stderr
     if not place:
-        assert json.loads((tmp_path / "report").read_text())["series"]["mount"] is False
+        assert json.loads((tmp_path / "report").read_text())["series"]["mounts"] == []
+
+
+@pytest.mark.skipif(not shutil.which("unshare"), reason="there is no unshare")
+def test_without_loop_devices_there_are_fuse_file_systems(tmp_path: Path) -> None:
+    """As in a container that is given /dev/fuse alone."""
+    if reason := places.why_not("fuse"):
+        pytest.skip(reason)
+    command = [sys.executable, "-m", "holdfast.integrity", "--rounds", "2", "--events", "program", "--ranks", "1", "--jobs", "1",
+               "--dir", tmp_path / "dir", "--report", tmp_path / "report"]  # fmt: skip
+    given = "mkdir dev && touch dev/null dev/urandom dev/fuse && for d in null urandom fuse; do mount --bind /dev/$d dev/$d; done"
+    hidden = f"{given} && mkdir dev/shm && mount --rbind /dev/shm dev/shm && mount --rbind dev /dev && exec {shlex.join(map(str, command))}"
+    done = subprocess.run(["unshare", "--mount", "sh", "-c", hidden], capture_output=True, text=True, timeout=300, check=False,
+                          cwd=tmp_path)  # fmt: skip
+    assert done.returncode == 0 and "no rounds on file systems of the kind slow-disk: " in done.stdout, done.stdout + done.stderr
+    assert json.loads((tmp_path / "report").read_text())["series"]["mounts"] == ["small", "fuse"]

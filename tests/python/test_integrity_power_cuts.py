@@ -40,7 +40,7 @@ def recordable(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 def drawn(**given: Any) -> dict[str, Any]:
     """Two saves of one name and one of another, by the plain door."""
-    made = schedule.draw(3, 0, schedule.Limits(ranks_max=1, mount=False))
+    made = schedule.draw(3, 0, schedule.Limits(ranks_max=1, mounts=()))
     spec = {"tensors": 4, "bytes": MIB, "wide": False, "objects": False}
     save = {"do": "save", "mutate": True, "rate": 0, "spec": spec}
     made |= {

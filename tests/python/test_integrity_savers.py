@@ -25,7 +25,7 @@ def adopting() -> Iterator[None]:
 
 def round_of_two(saver: str, **given: Any) -> dict[str, Any]:
     """Two saves of one path, the second over the first."""
-    drawn = schedule.draw(3, 0, schedule.Limits(ranks_max=1, mount=False))
+    drawn = schedule.draw(3, 0, schedule.Limits(ranks_max=1, mounts=()))
     spec = {"tensors": 4, "bytes": MIB, "wide": False, "objects": False}
     save = {"do": "save", "step": 1, "mutate": True, "rate": 0, "spec": spec}
     drawn |= {"disk": 0, "replace": True, "one_name": True, "corruptions": []}
@@ -64,7 +64,7 @@ def test_an_unknown_saver_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("saver", peers.NAMES)
 def test_no_saver_has_two_saves_at_once(saver: str) -> None:
     for number in range(20):
-        made = peers.reduce(schedule.draw(1, number, schedule.Limits(mount=False)), saver)
+        made = peers.reduce(schedule.draw(1, number, schedule.Limits(mounts=())), saver)
         for actions in made["lives"]:
             kinds = [action["do"] for action in actions]
             assert all(before == "wait" for before, kind in zip(["", *kinds], kinds, strict=False) if kind == "save"), kinds

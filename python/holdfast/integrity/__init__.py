@@ -105,7 +105,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _limits(arguments: argparse.Namespace) -> Any:
-    from holdfast.integrity import injection, memory_groups, native, places, schedule
+    from holdfast.integrity import injection, memory_groups, native, schedule
 
     kinds = tuple(k for k in arguments.events.split(",") if k)
     unknown = set(kinds) - {*schedule.HARMLESS, *schedule.HARMFUL, *schedule.DEADLY}
@@ -121,18 +121,26 @@ def _limits(arguments: argparse.Namespace) -> Any:
     asked = tuple(p for p in arguments.places.split(",") if p)
     if unknown := set(asked) - set(schedule.PLACES):
         raise ValueError(f"--places: there is no {', '.join(sorted(unknown))}; there is {', '.join(schedule.PLACES)}")
-    no_mount = "mounting a file system needs root, and no --no-mount" if arguments.no_mount else places.why_not()
-    no_quota = no_mount or places.why_not("quota")
+    no_mount = _no_mount(arguments)
     for place in set(asked) - {"plain"}:
-        if reason := no_quota if place == "quota" else no_mount:
+        if reason := no_mount.get("fuse" if place.startswith("fuse-") else place):
             raise ValueError(f"--places: {place}: {reason}")
     if arguments.ranks < 1 or arguments.bytes < 18 or arguments.tensors < 2:
         raise ValueError("--ranks is at least 1, --bytes at least 18, --tensors at least 2")
     return schedule.Limits(
         ranks_max=arguments.ranks, tensors_max=arguments.tensors, bytes_max=arguments.bytes << 20, kinds=kinds,
-        mount=not no_mount, places=asked, groups=not memory_groups.why_not(), filters=not injection.why_not(),
-        quotas=not no_quota, doors=doors or native.doors(),
+        mounts=tuple(kind for kind in schedule.MOUNTS if kind not in no_mount), places=asked,
+        groups=not memory_groups.why_not(), filters=not injection.why_not(), doors=doors or native.doors(),
     )  # fmt: skip
+
+
+def _no_mount(arguments: argparse.Namespace) -> dict[str, str]:
+    """The file systems of `schedule.MOUNTS` that cannot be mounted, and why."""
+    from holdfast.integrity import places, schedule
+
+    given = "mounting a file system needs root, and no --no-mount" if arguments.no_mount else ""
+    reasons = {kind: given or places.why_not(kind) for kind in schedule.MOUNTS}
+    return {kind: reason for kind, reason in reasons.items() if reason}
 
 
 def _read(path: str) -> Any:
@@ -141,7 +149,7 @@ def _read(path: str) -> Any:
 
 
 def _campaign(arguments: argparse.Namespace, scratch: str, saver: str = "") -> Any:
-    from holdfast.integrity import campaign, places
+    from holdfast.integrity import campaign
 
     given = _read(arguments.resume) if arguments.resume else {}
     directory = arguments.dir or given.get("directory") or scratch
@@ -156,8 +164,9 @@ def _campaign(arguments: argparse.Namespace, scratch: str, saver: str = "") -> A
             raise ValueError(f"--resume {arguments.resume} goes on with seed {made.seed} in {given['directory'] or 'no --dir'}: "
                              "leave out --seed, --first and --dir, or begin another report with --report")  # fmt: skip
     tell(f"seed {made.seed}, in {made.directory}")
-    if not arguments.no_mount and (reason := places.why_not()):
-        tell(f"no file systems are mounted: {reason}")
+    if not arguments.no_mount:
+        for kind, reason in _no_mount(arguments).items():
+            tell(f"no rounds on file systems of the kind {kind}: {reason}")
     return made
 
 

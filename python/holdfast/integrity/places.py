@@ -12,26 +12,37 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from holdfast.integrity import fuse, fuse_files, jobs, slow_disk
+from holdfast.integrity import fuse, fuse_files, jobs, served_disk, slow_disk
 
 TIME_SERVER_MAX = 60.0  # seconds in which the server of a file system starts and ends
 
 
 @functools.cache
 def why_not(kind: str = "small") -> str:
-    """Why no file system can be mounted here, ``"small"`` or with a ``"quota"``; "" where one can: it is tried."""
+    """Why no file system of a kind of `schedule.MOUNTS` can be mounted here; "" where one can: it is tried."""
     if os.geteuid() != 0:
         return "mounting a file system needs root"
-    if not os.path.exists("/dev/fuse"):
-        return "there is no /dev/fuse"
     with tempfile.TemporaryDirectory(prefix="integrity-place-") as base:
         directory = os.path.join(base, "disk")
         os.mkdir(directory)
         try:
-            with _limited(directory, 24, kind):
+            if kind in ("fuse", slow_disk.NAME):
+                os.close(fuse.mount("holdfast-integrity", directory))
+                fuse.detach(directory)
+            if kind == slow_disk.NAME:
+                _try_loop_device(os.path.join(base, "image"), directory)
+            with _limited(directory, 24 if kind in ("small", "quota") else 0, kind):
                 return ""
+        except subprocess.CalledProcessError as error:
+            return f"{' '.join(error.cmd)}: {error.stderr.strip()}"
         except OSError as error:
             return str(error)
+
+
+def _try_loop_device(image: str, directory: str) -> None:
+    served_disk.make("ext4", served_disk.sparse(image, 16 << 20))
+    served_disk.run("mount", "-t", "ext4", "-o", "loop", image, directory)
+    fuse.detach(directory)
 
 
 class _Served:

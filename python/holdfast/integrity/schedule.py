@@ -40,6 +40,7 @@ CORRUPTIONS = (
     "flip a bit", "zero a page", "truncate", "extend", "remove", "swap chunks", "swap files", "stale file",
 )  # fmt: skip
 PLACES = ("plain", "small", "quota", slow_disk.NAME, *(f"fuse-{kind}" for kind in fuse_files.KINDS))
+MOUNTS = ("small", "quota", slow_disk.NAME, "fuse")  # what one kind of place needs and another does not
 PHASES = ("writing", "commit", "later")
 ARENA = 16 * MIB  # the least that there is
 CHUNK = 4 * MIB  # written at once, whatever the rate
@@ -52,25 +53,23 @@ class Limits:
 
     Attributes:
         ranks_max: processes of one job.
-        mount: whether file systems may be mounted.
+        mounts: file systems that can be mounted, of `MOUNTS`.
         bytes_max: size of the largest state.
         tensors_max: tensors of a state.
         kinds: event kinds to draw from; empty: all.
         groups: whether memory control groups can be made.
         filters: whether trainers can forbid themselves system calls.
-        quotas: whether a file system with a quota can be mounted.
         doors: to draw from; where none is for several ranks, jobs have one.
         places: of `PLACES`, to draw from; empty: most rounds are plain.
     """
 
     ranks_max: int = 8
-    mount: bool = True
+    mounts: tuple[str, ...] = MOUNTS
     bytes_max: int = 8 * ARENA
     tensors_max: int = 100_000
     kinds: tuple[str, ...] = ()
     groups: bool = True
     filters: bool = True
-    quotas: bool = True
     doors: tuple[str, ...] = DOORS[:-1]  # Megatron's needs more than this package
     places: tuple[str, ...] = ()
 
@@ -111,7 +110,7 @@ class _Drawing:
         made["replace"] = self.often(0.4)
         made["one_name"] = made["replace"] and self.often(0.5)
         made["keep_last"] = self.pick((0, 3), (1, 1), (2, 2))
-        made["disk"] = choose.choice((24, 40)) if self.limits.mount and self.often(0.06) else 0
+        made["disk"] = choose.choice((24, 40)) if "small" in self.limits.mounts and self.often(0.06) else 0
         forbidden = dict(choose.sample(FORBIDDEN, choose.randint(1, 3))) if self.often(0.07) else {}
         is_asked_for = "io_uring" in made["engine"]  # a save then takes no other way
         made["forbidden"] = {call: error for call, error in forbidden.items()
@@ -125,16 +124,16 @@ class _Drawing:
             {"kind": choose.choice(CORRUPTIONS), "key": choose.randrange(1 << 30)}
             for _ in range(self.pick((0, 1), (1, 3), (3, 1)))
         ]
-        made["disk_kind"] = "quota" if self.often(0.3) and self.limits.quotas else "small"
+        made["disk_kind"] = "quota" if self.often(0.3) and "quota" in self.limits.mounts else "small"
         if is_program and made["jobs"] == 1:
             self._draw_ranks_of_program()
         made["fuse"] = {}
         if self.limits.places:
             self._move_to(choose.choice(self.limits.places))
-        elif self.limits.mount and not made["disk"]:
-            if self.often(0.06):
+        elif not made["disk"]:
+            if "fuse" in self.limits.mounts and self.often(0.06):
                 self._move_to("fuse-" + choose.choice(fuse_files.KINDS))
-            elif self.often(0.04):
+            elif slow_disk.NAME in self.limits.mounts and self.often(0.04):
                 self._move_to(slow_disk.NAME)
         return made
 
