@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import dcp_ranks
+import descriptors
 import pytest
 import torch
 
@@ -46,11 +47,10 @@ def test_a_name_that_cannot_be_looked_at_is_not_taken_and_leaves_no_descriptor(
 
     for call in ("stat", "fstat"):
         with monkeypatch.context() as patch:
-            before = len(os.listdir("/proc/self/fd"))
             patch.setattr(os, call, refuse)
             with pytest.raises(holdfast.Error, match=r"take a name: Input/output error \[UNAVAILABLE\]"):
                 placement._reserve(str(tmp_path), 0, 0)
-        assert len(os.listdir("/proc/self/fd")) == before
+        assert descriptors.of_files_below(tmp_path) == []
         (tmp_path / "__0_0.distcp.tmp").unlink(missing_ok=True)
 
 

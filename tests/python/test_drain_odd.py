@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import descriptors
 import pytest
 import torch
 from command_line import holdfast as command
@@ -132,9 +133,9 @@ def test_failed_copies_hold_no_descriptors(tmp_path: Path) -> None:
         data = max((run / f"step-{step}").iterdir(), key=lambda path: path.stat().st_size)
         data.write_bytes(bytes(data.stat().st_size))
     following = Following(open_place(str(run)), open_place(str(tmp_path / "far")), Drain(), lambda _: None)
-    before = len(os.listdir("/proc/self/fd"))
+    before = descriptors.of_files_below(tmp_path)
     following.sweep()
-    assert len(following.failed) == 5 and len(os.listdir("/proc/self/fd")) == before
+    assert len(following.failed) == 5 and descriptors.of_files_below(tmp_path) == before
     for step in range(1, 6):
         shutil.rmtree(run / f"step-{step}")
     following._cleaned_at = float("-inf")
