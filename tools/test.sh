@@ -52,8 +52,8 @@ results=$root/build/results
 mkdir -p "$results"
 rm -f "$results"/*.xml
 jobs=$(build_jobs)
-# On any machine: half of the tests' time is waiting. What runs alone says so (RUN_SERIAL).
-tests_at_once=3
+# On any machine: most of the tests' time is waiting. What runs alone says so (RUN_SERIAL).
+tests_at_once=5
 pytest_at_once=4
 status=0
 
