@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from holdfast.integrity import jobs, power_cuts, rounds, schedule, served_disk
-from holdfast.integrity.block_recorder import Recorder
+from holdfast.integrity.block_recorder import Log, Recorder
 
 MIB = 1 << 20
 LONG = bool(os.environ.get("HOLDFAST_LONG"))
@@ -73,6 +73,25 @@ def test_a_disk_that_cannot_be_mounted_comes_with_what_the_kernel_said(tmp_path:
     assert problem["invariant"] == "i" and "cannot be mounted: mount: " in problem["what"]
     if served_disk.kernel_log():
         assert os.path.basename(device) in problem["what"].partition("\n")[2]
+
+
+def test_a_disk_that_another_mount_namespace_holds_changes_no_later_one(tmp_path: Path) -> None:
+    """As that of a round beside it, or of a container. It writes when it is mounted no more, and when its last holder ends."""
+    log = Log(16 * MIB)
+    log.operations += [(0, b"x" * MIB), None]
+    disk, target = power_cuts.Disk(log, str(tmp_path)), str(tmp_path / "mounted")
+    cut = power_cuts.Cut(0, "flush", [])
+    with served_disk.attached(disk.make(0, cut)) as device:
+        served_disk.make("ext4", device)
+        with served_disk.mounted(device, target, "ext4"):
+            Path(target, "file").write_bytes(b"y" * MIB)
+            holder = subprocess.Popen(["unshare", "--mount", "--propagation", "private", "sh", "-c", "echo; exec cat"],
+                                      stdin=subprocess.PIPE, stdout=subprocess.PIPE)  # fmt: skip
+            assert holder.stdout is not None and holder.stdout.readline() == b"\n"
+    later = Path(disk.make(2, cut))
+    holder.communicate(timeout=60)
+    os.sync()
+    assert later.read_bytes() == b"x" * MIB + bytes(15 * MIB)
 
 
 def test_a_disk_that_ignores_flushes_is_found(tmp_path: Path) -> None:

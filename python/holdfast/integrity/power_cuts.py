@@ -103,6 +103,9 @@ class Disk:
                 if isinstance(operation, tuple):
                     os.pwrite(file.fileno(), operation[1], operation[0])
         self._applied = max(self._applied, flushed)
+        # A new file: another mount namespace may hold the file system of the last one, which then writes to it.
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self._cut)
         subprocess.run(["cp", "--sparse=always", self._path, self._cut], check=True)
         with open(self._cut, "r+b", buffering=0) as file:
             for offset, data in cut.writes:
