@@ -254,13 +254,18 @@ absl::Status Recovery::CleanUp() {
       !base::Planted(base::Bug::kReportWithoutParentSync)) {
     HOLDFAST_RETURN_IF_ERROR(SyncDirectory(parent_, path_));
   }
-  HOLDFAST_ASSIGN_OR_RETURN(const std::vector<std::string> names,
-                            directory::ListDirectories(parent_, path_, /*committed=*/false));
-  for (const std::string& name : names) {
-    HOLDFAST_ASSIGN_OR_RETURN(const Visit visit, Settle(name, options_.clean_up));
+  HOLDFAST_ASSIGN_OR_RETURN(const std::vector<directory::DirectoryEntry> entries,
+                            directory::ListDirectory(parent_, path_));
+  for (const directory::DirectoryEntry& entry : entries) {
+    if (!format::IsUncommittedName(entry.name)) continue;
+    // A repaired file system may give a directory's name to a file.
+    HOLDFAST_ASSIGN_OR_RETURN(
+        const Visit visit,
+        entry.is_directory ? Settle(entry.name, options_.clean_up)
+                           : Keep("it is no directory, so it is of no save; remove it yourself"));
     if (visit.outcome == Outcome::kSettled) continue;
     report_.kept_incomplete.push_back(absl::StrCat(
-        name, ": ",
+        entry.name, ": ",
         visit.outcome == Outcome::kOrphan ? absl::string_view(kStillAtWork) : visit.why));
   }
   return absl::OkStatus();

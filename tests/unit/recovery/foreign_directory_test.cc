@@ -1,4 +1,4 @@
-// A user's own directory with the name of a save's.
+// A user's own directory with the name of a save's, and what is no directory.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -17,6 +17,7 @@ namespace {
 
 using ::testing::AllOf;
 using ::testing::HasSubstr;
+using ::testing::IsEmpty;
 using ::testing::SizeIs;
 using ::testing::StartsWith;
 using ::testing::UnorderedElementsAre;
@@ -49,6 +50,22 @@ TEST(ForeignDirectory, WithTheNameOfASavesIsKept) {
   for (const std::string& name : names)
     EXPECT_TRUE(std::filesystem::exists(directory / (name + "/notes.txt"))) << name;
   EXPECT_EQ(std::distance(std::filesystem::directory_iterator(directory.path()), {}), 3);
+}
+
+TEST(ForeignDirectory, ThatIsNoneIsKeptAndNamed) {
+  const TemporaryDirectory directory;
+  const std::string file = "mine.partial-00000000000000010000000000000002";
+  const std::string link = "mine.retired-00000000000000010000000000000002";
+  std::ofstream(directory / file) << "of another file";
+  std::filesystem::create_symlink("elsewhere", directory / link);
+  const auto report = Recover(directory.path(), {});
+  ASSERT_TRUE(report.ok()) << report.status();
+  EXPECT_THAT(report->removed, IsEmpty());
+  EXPECT_THAT(report->kept_incomplete,
+              UnorderedElementsAre(AllOf(StartsWith(file), HasSubstr("is no directory")),
+                                   AllOf(StartsWith(link), HasSubstr("is no directory"))));
+  EXPECT_TRUE(std::filesystem::is_regular_file(directory / file));
+  EXPECT_TRUE(std::filesystem::is_symlink(directory / link));
 }
 
 }  // namespace
