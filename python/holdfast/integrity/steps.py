@@ -41,6 +41,7 @@ _SAVES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "dcp": ("checkpointer-dcp", 1, {"keep_last": 1}),
     "dcp-ranks": ("dcp", 2, {}),
 }
+_ENGINES = ("pwrite", "io_uring", "io_uring-fixed")
 _OF_TEMPLATES = ("recovery", "reading", "dcp-reading", "drain")
 NAMES = (*_SAVES, "first", "file", *_OF_TEMPLATES)
 # Between these marks of a script its calls are counted.
@@ -58,7 +59,7 @@ def scripts(names: tuple[str, ...] = ()) -> list[str]:
         elif name == "drain":
             found += [f"{name}/{format_}/pwrite" for format_ in draining.FORMATS]
         else:
-            found += ["/".join((name, *of)) for of in itertools.product(schedule.LAUNCHERS, ("pwrite", "io_uring"))]
+            found += ["/".join((name, *of)) for of in itertools.product(schedule.LAUNCHERS, _ENGINES)]
     return found
 
 
