@@ -7,6 +7,7 @@ import functools
 import itertools
 import json
 import os
+import random
 import subprocess
 import sys
 import time
@@ -92,6 +93,20 @@ def test_a_disk_that_another_mount_namespace_holds_changes_no_later_one(tmp_path
     holder.communicate(timeout=60)
     os.sync()
     assert later.read_bytes() == b"x" * MIB + bytes(15 * MIB)
+
+
+def test_before_each_flush_are_three_cuts() -> None:
+    log = Log(16 * MIB)
+    log.operations += ["begin", (0, b"a" * 4096), (4096, b"b" * 8192), None, None, "{}", (0, b"c" * 8192), None, (8192, b"d" * 4096)]
+    for seed in range(20):
+        made = list(power_cuts.cuts(log, 0, None, random.Random(seed)))
+        assert [(flushed, cut.at) for flushed, cut in made] == sorted((flushed, cut.at) for flushed, cut in made)
+        kinds = ("prefix", "subset", "torn")
+        flushes = [(4, "flush"), (5, "flush"), (8, "flush")]
+        assert collections.Counter((f, c.kind) for f, c in made) == collections.Counter([*itertools.product((0, 5), kinds), *flushes])
+        for _, cut in made:
+            of = log.operations[6:7] if cut.at > 5 else log.operations[1:3]
+            assert cut.writes == [] if cut.kind == "flush" else {at for at, _ in cut.writes} <= {w[0] for w in of if isinstance(w, tuple)}
 
 
 def test_a_disk_that_ignores_flushes_is_found(tmp_path: Path) -> None:

@@ -93,7 +93,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--witness", default="", metavar="FILE", help="of --resets; a serial line or a pipe that leads out of the machine")
     add("--after", action="store_true", help="judge the disk of --resets after the reset, by a copy of what the witness got")
     add("--plant", default="", help=argparse.SUPPRESS)  # MODULE:FUNCTION, a mistake of the trainers
-    add("--cuts", type=int, default=20, metavar="N", help="cuts of a round beside those at each flush (default: 20)")
+    add("--cuts", type=int, metavar="N", help="cuts of a round at drawn moments, beside those at each flush (default: before each "
+        "flush three, with all, some, and some and one in part of the writes that were not flushed)")  # fmt: skip
     add("--faults", action="store_true", help="make each system call of scripts of saves, recoveries and loads fail with each "
         "error, once")  # fmt: skip
     add("--kills", action="store_true", help="kill trainers, workers, recoveries and readers of these scripts at each call")
@@ -292,7 +293,7 @@ def _break_disks(arguments: argparse.Namespace) -> int:
             one = functools.partial(bad_disks.drawn, draw, arguments.plant)
         else:
             one = functools.partial(power_cuts.drawn, draw, arguments.cuts, RECORDERS[arguments.recorder], arguments.plant)
-            again += f" --cuts {arguments.cuts} --recorder {arguments.recorder}"
+            again += f" --cuts {arguments.cuts}" * (arguments.cuts is not None) + f" --recorder {arguments.recorder}"
         made = power_cuts.campaign(functools.partial(power_cuts.Bench, one, limits.doors), kinds, numbers, end, at_once)
     print(f"seed {seed}", flush=True)
     seen: set[int] = set()

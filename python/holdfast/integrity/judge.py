@@ -106,6 +106,7 @@ class Judge:
         self.problems: list[dict[str, str]] = []
         self.counts: collections.Counter[str] = collections.Counter()
         self.made: dict[int, Made] = {}
+        self.may_mix_entries = False  # a file system without a journal: a name may be of another file after its repair
         self.called_late: set[int] = set()  # saves whose call may have been noted later than it was made
         self._moved: list[str] = []
         self._unsound: set[str] = set()  # paths of checkpoints that are not sound, undamaged
@@ -326,6 +327,8 @@ class Judge:
             of_dcp = {entry: _of_dcp(path) for entry in left if os.path.isdir(path := os.path.join(directory, entry))}
             left = left - of_dcp.keys() | {os.path.join(entry, name) for entry, names in of_dcp.items() for name in names}
         else:
+            if self.may_mix_entries:
+                left -= {entry for entry in self._kept.get(directory, ()) if not os.path.isdir(os.path.join(directory, entry))}
             left |= {os.path.join(c["name"], name) for c in complete for name in _unnamed_in(c["path"])}
         left -= {entry for entry in left if self._is_second_of_name(directory, generation, entry, found)}
         if left:

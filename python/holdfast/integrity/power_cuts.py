@@ -64,15 +64,20 @@ class Cut:
     writes: list[tuple[int, bytes]]
 
 
-def cuts(log: Log, begin: int, count: int, choose: random.Random) -> Iterator[tuple[int, Cut]]:
-    """Cuts in the order of their flushes: one at each flush, and `count` drawn ones.
+def cuts(log: Log, begin: int, count: int | None, choose: random.Random) -> Iterator[tuple[int, Cut]]:
+    """Cuts in the order of their flushes: one at each flush, and `count` drawn ones; None: one of each kind before each flush.
 
     Yields:
         The number of operations that are flushed, and the cut.
     """
     flushes = [i for i in range(begin, len(log.operations)) if log.operations[i] is None]
     places = [(i + 1, "flush") for i in flushes]
-    places += [(choose.randrange(begin, len(log.operations)), choose.choice(("prefix", "subset", "torn"))) for _ in range(count)]
+    if count is None:
+        for before, flush in itertools.pairwise([begin, *flushes]):
+            if any(isinstance(operation, tuple) for operation in log.operations[before:flush]):
+                places += [(choose.randint(before + 1, flush), "prefix"), (flush, "subset"), (flush, "torn")]
+    else:
+        places += [(choose.randrange(begin, len(log.operations)), choose.choice(("prefix", "subset", "torn"))) for _ in range(count)]
     for at, kind in sorted(places):
         flushed = max((i + 1 for i in flushes if i < at), default=begin)
         later = [w for w in log.operations[flushed:at] if isinstance(w, tuple)]
@@ -175,7 +180,7 @@ def _judge(round_: dict[str, Any], log: Log, cut: Cut, directory: str) -> judge.
     return made
 
 
-def run(round_: dict[str, Any], kind: str, scratch: str, count: int, plant: str = "",
+def run(round_: dict[str, Any], kind: str, scratch: str, count: int | None, plant: str = "",
         recorded_by: type[Recorder] = Recorder) -> rounds.Result:  # fmt: skip
     """Records a round on a file system, cuts the power, and judges what each cut leaves.
 
@@ -183,7 +188,7 @@ def run(round_: dict[str, Any], kind: str, scratch: str, count: int, plant: str 
         round_: of `quiet`.
         kind: of `SIZES`.
         scratch: a directory in which files of the disk's size fit; memory is fastest.
-        count: of cuts that are drawn beside those at each flush.
+        count: of cuts that are drawn beside those at each flush; None: as of `cuts`.
         plant: as of `trainer.serve`, for tests of this program.
         recorded_by: the disk.
 
@@ -226,6 +231,7 @@ def look(round_: dict[str, Any], log: Log, cut: Cut, device: str, directory: str
         except subprocess.CalledProcessError as error:
             return [{"invariant": "i", "what": f"the file system cannot be mounted: {error.stderr.strip()}\n{kernel_log()}"}]
         made = _judge(round_, log, cut, os.path.join(directory, "run"))
+        made.may_mix_entries = kind == "ext4-nojournal"
         made.recover()
         made.look(thorough=True)
         return made.problems
@@ -240,7 +246,7 @@ def scratch_directory() -> str:
     return tempfile.gettempdir()
 
 
-def drawn(draw: Callable[[int], dict[str, Any]], count: int, recorded_by: type[Recorder], plant: str, number: int, kind: str) -> rounds.Result:
+def drawn(draw: Callable[[int], dict[str, Any]], count: int | None, recorded_by: type[Recorder], plant: str, number: int, kind: str) -> rounds.Result:
     """Runs the round that `draw` gives for a number, made `quiet`, on a file system. The other arguments as of `run`."""
     return run(quiet(draw(number)), kind, scratch_directory(), count, plant, recorded_by)
 
