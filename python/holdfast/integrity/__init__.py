@@ -124,7 +124,7 @@ def _limits(arguments: argparse.Namespace) -> Any:
         raise ValueError(f"--places: there is no {', '.join(sorted(unknown))}; there is {', '.join(schedule.PLACES)}")
     no_mount = _no_mount(arguments)
     for place in set(asked) - {"plain"}:
-        if reason := no_mount.get("fuse" if place.startswith("fuse-") else place):
+        if reason := no_mount.get("fuse" if place.startswith("fuse-") else place, ""):
             raise ValueError(f"--places: {place}: {reason}")
     if arguments.ranks < 1 or arguments.bytes < 18 or arguments.tensors < 2:
         raise ValueError("--ranks is at least 1, --bytes at least 18, --tensors at least 2")
