@@ -137,12 +137,14 @@ def slow_run(tmp_path: Path, steps: int, saves_in_flight_max: int = 1) -> Looks:
     return looks
 
 
+@pytest.mark.planted("removal_before_durability")
 def test_a_removal_before_durability_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Order, "remove", lambda self, path, run, why_held: run())
     looks = slow_run(tmp_path, 20)
     assert "nothing to load" in looks.wrong
 
 
+@pytest.mark.planted("link_before_rename")
 def test_a_link_before_its_rename_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def link(self: Order, path: str, target: str, run: Any) -> None:
         Path(path).unlink(missing_ok=True)

@@ -221,6 +221,7 @@ def test_a_link_stays_when_the_save_of_its_target_fails() -> None:
     assert disk.links == {"last": "a"} and "remove a" not in disk.log
 
 
+@pytest.mark.planted("link_before_durability")
 def test_the_planted_bug_links_before_the_target_is_durable_and_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Order, "link", lambda self, path, target, run: run())
     with pytest.raises(AssertionError):

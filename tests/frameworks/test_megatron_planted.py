@@ -38,6 +38,7 @@ def _captures_at_schedule(rank: int, directory: str) -> None:
     test_megatron_saves.saves(rank, directory, "mcore")
 
 
+@pytest.mark.planted("_returns_at_once", "_captures_at_schedule")
 @pytest.mark.parametrize(
     ("bug", "said"),
     [

@@ -101,6 +101,7 @@ def test_numbers_are_in_their_range(text: str) -> None:
             assert holds(parse(text)), (parse.__name__, text)
 
 
+@pytest.mark.planted("divides_by_zero")
 def test_a_command_that_raises_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watching, "_seconds", lambda given: 1 / 0)
     with contextlib.redirect_stdout(io.StringIO()), pytest.raises(ZeroDivisionError):

@@ -197,6 +197,7 @@ def test_a_first_save_that_died_is_no_checkpoint(tmp_path: Path) -> None:
     assert len(files(path)) == 4, files(path)
 
 
+@pytest.mark.planted("same_file_names")
 def test_without_sorting_out_names_a_crash_would_lose_the_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -88,6 +88,7 @@ def test_buffers_that_forward_changes_are_captured_before_a_late_copy(tmp_path: 
     _check(tmp_path / "x", before)
 
 
+@pytest.mark.planted("copies_everything_late")
 def test_copying_everything_late_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The planted bug of the test above."""
     monkeypatch.setattr(_late.Late, "of", lambda _, entries: [True] * len(entries))

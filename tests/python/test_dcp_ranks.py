@@ -558,6 +558,7 @@ def _load_and_look(rank: int, path: str, device: str) -> dict[str, dict[str, Any
     return found
 
 
+@pytest.mark.planted("keeps_copies", "keeps_views", "keeps_elsewhere")
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_load_leaves_no_stale_reference_on_any_device(device: str, tmp_path: Path) -> None:
     if device == "cuda" and not torch.cuda.is_available():

@@ -104,6 +104,7 @@ def save_each_without_digests(rank: int, directory: str) -> None:
         save_each(rank, directory)
 
 
+@pytest.mark.planted("digests_no_replica")
 def test_the_planted_bug_digests_no_replica_and_is_found(tmp_path: Path) -> None:
     run_ranks(2, tmp_path, save_each_without_digests, str(tmp_path))
 

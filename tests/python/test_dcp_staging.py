@@ -129,6 +129,7 @@ def test_staged_memory_is_not_reused_before_the_upload_has_ended(tmp_path: Path)
     _two_overlapping_uploads(tmp_path)
 
 
+@pytest.mark.planted("free_at_stage")
 def test_memory_that_is_released_at_stage_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

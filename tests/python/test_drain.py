@@ -378,6 +378,7 @@ def _writing_once(write: Any, following: Following) -> Any:
     return once
 
 
+@pytest.mark.planted("record_first", "named_too_early")
 def test_planted_mistakes_are_found(tmp_path: Path, bucket: tuple[str, dict[str, str]], monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path / "run", 1, elements=10)
     url, storage = bucket

@@ -59,6 +59,7 @@ def counter() -> Iterator[Counter]:
 STEPS = 8
 
 
+@pytest.mark.planted("holds_the_gil")
 def test_a_call_that_holds_it_is_found(counter: Counter) -> None:
     """The planted bug of the tests below."""
     assert counter.steps(lambda: ctypes.PyDLL(None).usleep(200_000), 3) < STEPS

@@ -176,6 +176,7 @@ def test_an_attack_is_an_error(name: str) -> None:
     assert answer.startswith(("DATA_LOSS load o: ", "PERMISSION_DENIED ")), answer
 
 
+@pytest.mark.planted("list_before_another_parser")
 def test_the_planted_bug_puts_the_list_in_front_of_another_parser_and_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """What one parser was asked about, another one makes."""
 

@@ -230,6 +230,7 @@ def test_only_orphans_commit_behind_a_list(thorough: bool, tmp_path: Path, monke
 # ---- After damage.
 
 
+@pytest.mark.planted("takes_a_file_of_another_save")
 def test_a_load_that_takes_another_saves_file_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A sound file in the place of another one is damage, too."""
     real = holdfast.load

@@ -88,6 +88,7 @@ def test_files_of_dead_workers_have_bytes_of_their_save_alone(files: int, kind: 
     assert files <= result.counts["files of dead workers"] <= 2 * files
 
 
+@pytest.mark.planted("foreign_byte")
 @pytest.mark.parametrize("kind", ["kill-worker", "kill-both"])
 def test_a_byte_of_another_save_in_a_dead_file_is_found(kind: str, bench: rounds.Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """The planted bug: the program writes into the file of the worker that it kills."""
@@ -188,6 +189,7 @@ def other_recipes(changed: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "_recipes", planted)
 
 
+@pytest.mark.planted("another_tensor")
 @pytest.mark.parametrize("changed", OTHERS)
 def test_a_tensor_that_is_another_is_found(changed: str, bench: rounds.Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     other_recipes(changed, monkeypatch)
@@ -197,6 +199,7 @@ def test_a_tensor_that_is_another_is_found(changed: str, bench: rounds.Bench, mo
         assert any(p["what"].startswith(f"{reader} of") for p in problems), problems
 
 
+@pytest.mark.planted("another_tensor_loaded")
 @pytest.mark.parametrize("changed", OTHERS)
 def test_a_tensor_that_is_another_is_found_by_the_program(changed: str, bench: rounds.Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """It loads what its life before has saved."""

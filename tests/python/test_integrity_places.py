@@ -264,6 +264,7 @@ def test_a_failure_that_is_swallowed_is_found(tmp_path: Path) -> None:
     assert "i" in {p["invariant"] for p in planted}, planted
 
 
+@pytest.mark.planted("swallows_fsync_errors")
 def test_a_failed_fsync_that_nobody_is_told_of_is_found(tmp_path: Path) -> None:
     """The package reads its manifests again, and finds what is lost of them; the judge finds the rest."""
     for key in range(12):
@@ -296,6 +297,7 @@ def test_what_is_not_synced_is_lost_and_durable_saves_stay(door: str, tmp_path: 
         assert found.problems == []
 
 
+@pytest.mark.planted("no_fsync")
 @pytest.mark.parametrize("ignored", ["FSYNC", "FSYNCDIR"])
 def test_a_missing_sync_is_found(ignored: str, tmp_path: Path) -> None:
     """As if the package did not sync a file, or a directory: no flush of another one hides it."""

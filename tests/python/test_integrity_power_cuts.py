@@ -109,6 +109,7 @@ def test_before_each_flush_are_three_cuts() -> None:
             assert cut.writes == [] if cut.kind == "flush" else {at for at, _ in cut.writes} <= {w[0] for w in of if isinstance(w, tuple)}
 
 
+@pytest.mark.planted("ignores_flushes")
 def test_a_disk_that_ignores_flushes_is_found(tmp_path: Path) -> None:
     class Lying(Recorder):
         def _stop(self) -> None:

@@ -173,6 +173,7 @@ def test_statistics_that_the_next_forward_changes_are_those_of_the_call(
         assert torch.equal(with_host[name], tensor), name
 
 
+@pytest.mark.planted("copies_statistics_late")
 def test_the_planted_bug_copies_statistics_late_and_is_found(
     slow: SlowDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -188,6 +189,7 @@ def test_the_planted_bug_copies_statistics_late_and_is_found(
     assert not torch.equal(net.amax, before)
 
 
+@pytest.mark.planted("no_hook", "compares_no_versions")
 @pytest.mark.parametrize("checked", [True, False])
 def test_the_planted_bug_leaves_out_the_hook_and_is_found(
     slow: SlowDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checked: bool
@@ -529,6 +531,7 @@ def test_random_training_loops_tear_no_checkpoint(
     assert _loops(slow, tmp_path, count) == []
 
 
+@pytest.mark.planted("no_hook_in_random_loops")
 def test_random_training_loops_find_the_planted_bug(
     slow: SlowDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

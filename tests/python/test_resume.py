@@ -21,6 +21,7 @@ def test_a_state_is_loaded_as_it_was_saved_by_other_numbers_of_ranks(tmp_path: P
     chain(DCP, str(tmp_path), (2, 1, 3, 2), "tiny")
 
 
+@pytest.mark.planted("forgets_random_state")
 def test_a_resume_that_is_not_exact_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The campaign itself can fail: a trainer that forgets its random state is found out."""
     monkeypatch.setenv("HOLDFAST_TEST_FORGET_RNG", "1")

@@ -155,6 +155,7 @@ class CachingTrainer:
         }
 
 
+@pytest.mark.planted("saves_a_cached_copy")
 @pytest.mark.parametrize("planted_bug", [True, False])
 def test_a_trainer_that_saves_a_cached_copy_is_reported(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, planted_bug: bool
