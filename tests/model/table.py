@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from pathlib import Path
+from typing import NamedTuple
 
 from .checker import Result, explore
 from .protocol import Protocol
@@ -27,11 +28,21 @@ NAMES = {
 }
 # They reach each kind of directory.
 COVERED = ("two ranks, an error, power cut", "two ranks, kills and recovery", "replace", "two jobs, power cut")
+# Where the real recovery is tried on each directory, too: tests/python/test_protocol_model.py.
+TRIED = (*COVERED, "replace on two ranks")
 
 # Of each column of a directory's content: how many values there are.
 VALUES = {1: 3, 2: 3, 3: 2, 4: 4}
 
 Row = tuple[str, ...]  # the columns of HEAD
+
+
+class Case(NamedTuple):
+    """A directory that the model can leave: its row, and what each rank has in it."""
+
+    row: Row
+    manifests: tuple[bool, ...]
+    files: tuple[int, ...]  # 0, or a value of Rank.data
 
 
 def _amount(values: list[bool]) -> str:
@@ -59,25 +70,28 @@ def _outcome(before: int, after: int, under_name: str) -> str:
     return "removes it"
 
 
-def rows_of(state: State) -> list[Row]:
+def cases_of(state: State) -> list[Case]:
     """The one directory, of a state in which no process runs, that is not or not alone under its final name."""
     uncommitted = [i for i, place in enumerate(state.parents[-1]) if place not in (NOWHERE, FINAL)]
     if len(uncommitted) > 1:
         return []
     after = recovered(state._replace(left=state.left._replace(recoveries=1)))
-    rows = []
+    cases = []
     for index in uncommitted or state.listed():
         save, place, under_name = state.saves[index], state.place(index), _under_name(state, index)
-        rows.append((
+        manifests = tuple(bool(value_of(rank.manifest)) for rank in save.ranks)
+        files = tuple(value_of(rank.data) for rank in save.ranks)
+        row = (
             NAMES[place],
-            _amount([bool(value_of(rank.manifest)) for rank in save.ranks]),
-            _amount([value_of(rank.data) == NAMED for rank in save.ranks]),
+            _amount(list(manifests)),
+            _amount([value == NAMED for value in files]),
             "yes" if value_of(save.record) else "no",
             under_name,
             "checkpoint" if place == FINAL else "pass over",
             _outcome(place, after.place(index), under_name),
-        ))  # fmt: skip
-    return rows
+        )
+        cases.append(Case(row, manifests, files))
+    return cases
 
 
 def merged(rows: set[Row]) -> list[Row]:
@@ -101,19 +115,24 @@ def merged(rows: set[Row]) -> list[Row]:
 
 
 @functools.cache
-def searched(name: str) -> tuple[Result, frozenset[Row]]:
+def searched(name: str) -> tuple[Result, frozenset[Case]]:
     """The result of one scenario, and the directories that it leaves."""
-    found: set[Row] = set()
+    found: set[Case] = set()
 
     def visit(state: State) -> None:
         if state.recovery.phase == NO_RECOVERY and not any(s.running or s.keeper != IDLE for s in state.saves):
-            found.update(rows_of(state))
+            found.update(cases_of(state))
 
-    return explore(Protocol(SCENARIOS[name]), visit if name in COVERED else None), frozenset(found)
+    return explore(Protocol(SCENARIOS[name]), visit if name in TRIED else None), frozenset(found)
+
+
+def cases() -> list[Case]:
+    """Each directory that the real recovery is to be tried on."""
+    return sorted({case for name in TRIED for case in searched(name)[1]})
 
 
 def table() -> str:
-    found: set[Row] = set().union(*(searched(name)[1] for name in COVERED))
+    found = {case.row for name in COVERED for case in searched(name)[1]}
     lines = [HEAD, tuple("---" for _ in HEAD), *merged(found)]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from model import scenarios, table
 from model.checker import explore
 from model.protocol import Protocol
+from model.state import NAMED, TEMPORARY
 
 import holdfast
 
@@ -46,25 +48,31 @@ def test_the_table_of_states_is_the_models() -> None:
     assert table.written(text) == text, "cd tests && python3 -m model.table"
 
 
-def attempt_of(path: Path) -> str:
-    (found,) = holdfast.list_checkpoints(path.parent)
-    return found["attempt"]
-
-
-def save(path: Path, seed: int, **options: object) -> Path:
-    holdfast.save({"t": torch.full((10,), seed)}, path, **options)
+def save(path: Path, seed: int, ranks: int) -> str:
+    """A checkpoint of one or two ranks, and its attempt."""
+    attempt = f"{seed:032x}"
+    saves = [
+        holdfast.save_async({"t": torch.full((10,), 10 * seed + rank)}, path, rank=rank, world_size=ranks, attempt=attempt, replace=True)
+        for rank in range(ranks)
+    ]
+    for one in saves:
+        one.wait(60)
     holdfast.flush(60)
-    return path
+    return attempt
+
+
+Checkpoints = dict[tuple[int, str], tuple[str, Path]]
 
 
 @pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, Path]]:
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
     """Checkpoints of one name, with their attempts: an older one, the one that replaced it, and another."""
     made = {}
-    for key, seed in (("older", 1), ("younger", 2), ("another", 3)):
-        path = save(tmp_path_factory.getbasetemp() / f"of-{key == 'another'}" / "NAME", seed, replace=True)
-        copy = tmp_path_factory.mktemp(key) / "NAME"
-        made[key] = (attempt_of(path), Path(shutil.copytree(path, copy)))
+    for ranks in (1, 2):
+        for key, seed in (("older", 1), ("younger", 2), ("another", 3)):
+            path = tmp_path_factory.getbasetemp() / f"of-{ranks}-{key == 'another'}" / "NAME"
+            attempt = save(path, 10 * ranks + seed, ranks)
+            made[ranks, key] = attempt, Path(shutil.copytree(path, tmp_path_factory.mktemp(key) / "NAME"))
     return made
 
 
@@ -76,34 +84,59 @@ PAIRS = {
     "one that A replaces": ("older", "younger"),
     "one that replaces A": ("younger", "older"),
 }
-ROWS = sorted({row for name in ("replace", "two jobs, power cut") for row in table.searched(name)[1]})
+CASES = table.cases()
 
 
-@pytest.mark.parametrize("row", ROWS, ids=" ".join)
-def test_the_real_recovery_does_what_the_model_says(
-    row: table.Row, checkpoints: dict[str, tuple[str, Path]], tmp_path: Path
-) -> None:
-    place, manifests, files, record, under_name, readers, outcome = row
-    standing, own = PAIRS[under_name]
-    attempt, source = checkpoints[own]
-    if standing:
-        shutil.copytree(checkpoints[standing][1], tmp_path / "NAME")
-    name = place.strip("`").replace("-A", f"-{attempt}")
-    if place == table.NAMES[table.ASIDE]:
-        name = f"NAME.partial-{checkpoints[standing][0]}"
-    directory = Path(shutil.copytree(source, tmp_path / name))
-    kinds = {"rank": manifests, "holdfast": record, "model": files, "state": files}  # how the names begin
+def words(case: table.Case) -> str:
+    manifests, files = ("".join(str(int(value)) for value in values) for values in case[1:])
+    return " ".join([case.row[0], f"manifests {manifests} files {files}", *case.row[3:]])
+
+
+def leave(directory: Path, case: table.Case) -> None:
+    """Takes what the case does not have away from a whole checkpoint."""
     for file in directory.iterdir():
-        if kinds[file.name.replace(".", "-").split("-")[0]] in ("none", "no"):
+        of_rank = re.search(r"-(\d{5})-of-", file.name)
+        rank = int(of_rank[1]) if of_rank else 0
+        kind = re.split("[-.]", file.name)[0]
+        if kind == "holdfast":
+            there = case.row[3] == "yes"
+        elif kind == "rank":
+            there = case.manifests[rank]
+        else:
+            assert kind in ("model", "state"), file.name
+            there = case.files[rank] == NAMED
+            if case.files[rank] == TEMPORARY:
+                shutil.copy(file, f"{file}.tmp")
+        if not there:
             file.unlink()
 
+
+def test_the_cases_have_directories_of_which_some_ranks_have_their_part() -> None:
+    """Of both ranks, each alone."""
+    for parts in ({case.manifests for case in CASES}, {tuple(value == NAMED for value in case.files) for case in CASES}):
+        assert parts == {(False,), (True,), (False, False), (False, True), (True, False), (True, True)}
+
+
+@pytest.mark.parametrize("case", CASES, ids=words)
+def test_the_real_recovery_does_what_the_model_says(case: table.Case, checkpoints: Checkpoints, tmp_path: Path) -> None:
+    place, _, _, record, under_name, readers, outcome = case.row
+    ranks = len(case.manifests)
+    standing, own = PAIRS[under_name]
+    attempt, source = checkpoints[ranks, own]
+    if standing:
+        shutil.copytree(checkpoints[ranks, standing][1], tmp_path / "NAME")
+    name = place.strip("`").replace("-A", f"-{attempt}")
+    if place == table.NAMES[table.ASIDE]:
+        name = f"NAME.partial-{checkpoints[ranks, standing][0]}"
+    directory = Path(shutil.copytree(source, tmp_path / name))
+    leave(directory, case)
     if record == "no" and place in (table.NAMES[table.PARTIAL], table.NAMES[table.FENCED]):
         (directory / "holdfast.commit.json.tmp").touch()  # the mark of a save that has not committed
 
     def listed() -> list[str]:
         return [found["attempt"] for found in holdfast.list_checkpoints(tmp_path)]
 
-    others = [checkpoints[standing][0]] if standing else []
+    others = [checkpoints[ranks, standing][0]] if standing else []
     assert listed() == ([attempt] if readers == "checkpoint" else others)
     holdfast.recover(tmp_path, wait_for_orphans=0)
     there = [attempt] if outcome in ("promotes it", "exchanges the two") or readers == "checkpoint" else others
