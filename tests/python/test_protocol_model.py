@@ -13,7 +13,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from model import scenarios, table
+from model import order, scenarios, table
 from model.checker import explore
 from model.protocol import Protocol
 from model.state import NAMED, TEMPORARY
@@ -74,6 +74,18 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
             attempt = save(path, 10 * ranks + seed, ranks)
             made[ranks, key] = attempt, Path(shutil.copytree(path, tmp_path_factory.mktemp(key) / "NAME"))
     return made
+
+
+def test_the_order_of_the_calls_is_the_models() -> None:
+    """tests/unit/worker/order_test.cc compares it with the calls of the worker."""
+    assert order.HEADER.read_text() == order.written(), "cd tests && python3 -m model.order"
+
+
+@pytest.mark.parametrize(
+    "bug", ["names before data", "data removed first", "votes not kept", "durable early", "no look after the announcement"]
+)
+def test_another_order_of_the_model_makes_other_calls(bug: str) -> None:
+    assert order.written(frozenset([bug])) != order.written()
 
 
 # Under the name, and the directory in question.
