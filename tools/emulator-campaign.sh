@@ -22,17 +22,22 @@
 #               cache of this machine.
 #
 # Needs root (a root file system), mmdebstrap and QEMU, 4 GiB of memory and 8 GiB in build/emulator, and for PyTorch the index of pip, of
-# which the CPU build is enough. The report is build/emulator/report.md. Exit status 0 if nothing escaped, 1 otherwise.
+# which the CPU build is enough. The report is build/emulator/report.md.
+#
+# Exit status 0 if every part has tried something and nothing escaped, 1 if something escaped. 2: nothing escaped, and a part could not run
+# or did not end by itself; or no part began, without root or a wheel.
 set -euo pipefail
 # shellcheck source=tools/setup.sh
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 # shellcheck source=tools/rehearse/roots.sh
 source "$root/tools/rehearse/roots.sh"
+judged=
+trap '[ $? != 1 ] || [ -n "$judged" ] || exit 2' EXIT
 
 parts=log_writes,bad_disks,resets systems=ext4,xfs,btrfs rounds=1 cuts=20 resets=2 ranks=2 seed=$RANDOM time=4h wheels=$root/build/wheels/out planted=
 read_options 'parts= systems= rounds= cuts= resets= ranks= seed= time= wheels= planted' "$@"
 [ "$(id -u)" = 0 ] || fail "tools/emulator-campaign.sh needs root: it makes a root file system"
-wheel=$(realpath -- "$wheels"/holdfast-*-cp311-*x86_64.whl 2>/dev/null) || fail "$wheels: no wheel for CPython 3.11 on x86-64; tools/build-wheels.sh makes one"
+wheel=$(realpath -e -- "$wheels"/holdfast-*-cp311-*x86_64.whl 2>/dev/null) || fail "$wheels: no wheel for CPython 3.11 on x86-64; tools/build-wheels.sh makes one"
 install_missing mmdebstrap qemu-system-x86 e2fsprogs
 
 work=$root/build/emulator
@@ -123,4 +128,8 @@ for name in "${chosen[@]}"; do
   esac
 done
 say "== $work/report.md"
-python3 -B "$root/tools/emulator/table.py" ${planted:+--planted} "$results" "$work/report.md"
+status=0
+rm -f "$work/report.md"
+python3 -B "$root/tools/emulator/table.py" ${planted:+--planted} "$results" "$work/report.md" || status=$?
+[ "$status" != 1 ] || [ ! -f "$work/report.md" ] || judged=1
+exit "$status"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import struct
 import subprocess
 import sys
@@ -201,6 +202,36 @@ def test_a_report_has_a_row_for_each_part(table: ModuleType, tmp_path: Path) -> 
 )
 def test_a_report_is_red(table: ModuleType, tmp_path: Path, status: str, escapes: int, states: int, said: str) -> None:
     assert said in table.problems(table.read(answers(tmp_path, status, escapes, states)), planted=False)
+
+
+@pytest.mark.parametrize(
+    ("status", "escapes", "planted", "expected"),
+    [("status 0\n", 0, False, 0), ("status 1\n", 3, False, 1), ("status 139\n", 0, False, 1), ("status 2\n", 0, False, 2),
+     ("", 0, False, 2), ("", 3, False, 1), ("status 0\n", 0, True, 1)],
+)  # fmt: skip
+def test_the_status_of_a_report_tells_an_escape_from_a_part_that_did_not_run(
+    table: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: str, escapes: int, planted: bool, expected: int
+) -> None:
+    (tmp_path / "results").mkdir()
+    arguments = [str(answers(tmp_path / "results", status, escapes)), str(tmp_path / "report.md"), *["--planted"] * planted]
+    monkeypatch.setattr(sys, "argv", ["table.py", *arguments])
+    assert table.main() == expected
+
+
+def test_a_campaign_that_cannot_begin_has_status_2(tmp_path: Path) -> None:
+    if not (clone.ROOT / "tools/emulator-campaign.sh").exists():
+        pytest.skip("there is no clone around the tests")
+    (tmp_path / "tools/rehearse").mkdir(parents=True)
+    for name in ("emulator-campaign.sh", "setup.sh", "rehearse/roots.sh"):
+        shutil.copy(clone.ROOT / "tools" / name, tmp_path / "tools" / name)
+    for name in ("dpkg-query", "apt-get", "mmdebstrap"):  # nothing is installed, and no guest is made
+        (tmp_path / name).write_text("#!/bin/sh\necho installed\nexit 1\n")
+        (tmp_path / name).chmod(0o755)
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    command = [tmp_path / "tools/emulator-campaign.sh", "--wheels", tmp_path]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=environment)
+    assert done.returncode == 2
+    assert "needs root" in done.stderr or "no wheel" in done.stderr
 
 
 def test_a_planted_bug_has_to_be_found(table: ModuleType, tmp_path: Path) -> None:

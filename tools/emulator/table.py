@@ -2,7 +2,8 @@
 
     table.py [--planted] RESULTS REPORT.md
 
-Exit status 0 if every part has tried something and nothing escaped; with `--planted`, if each part has let something escape.
+Exit status 0 if every part has tried something and nothing escaped, 1 if something escaped, 2 if nothing did and a part did not run or
+did not end by itself. With `--planted`: 0 if each part has let something escape, otherwise 1.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import json
 import sys
 from pathlib import Path
 from typing import Any
+
+TROUBLE, INTERRUPTED = 2, 130  # of integrity-fuzz
 
 
 def read(folder: Path) -> dict[str, tuple[int | None, dict[str, Any]]]:
@@ -62,6 +65,14 @@ def problems(answers: dict[str, tuple[int | None, dict[str, Any]]], planted: boo
     return found or ([] if answers else ["nothing was tried"])
 
 
+def status_of(answers: dict[str, tuple[int | None, dict[str, Any]]], escapes: int, wrong: list[str], planted: bool) -> int:
+    """The exit status. A guest that did not end by itself may have told of escapes before."""
+    if not wrong:
+        return 0
+    has_crashed = any(status not in (None, 0, TROUBLE, INTERRUPTED) for status, _ in answers.values())
+    return 1 if planted or escapes or has_crashed else 2
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("results", type=Path)
@@ -76,12 +87,14 @@ def main() -> int:
     verdict = "each part found the planted bug" if arguments.planted else "nothing escaped"
     text = [f"# Holdfast under {', '.join(kernels)}", "", f"Seed {', '.join(seeds)}; {seconds} s of rounds.", "",
             *(f"- **{line}**" for line in wrong or [verdict]), "", table(answers)]  # fmt: skip
+    escapes = 0
     for name in answers:
         console = (arguments.results / f"{name}.log").read_text(errors="replace").replace("\r", "").splitlines()
+        escapes += sum(line.startswith("ESCAPE") for line in console)
         text += [f"\n    {name}: {line}" for line in console if line.startswith(("ESCAPE", "reproduce:", "integrity-fuzz:"))]
     arguments.report.write_text("\n".join(text) + "\n")
     print(arguments.report.read_text())
-    return 1 if wrong else 0
+    return status_of(answers, escapes, wrong, arguments.planted)
 
 
 if __name__ == "__main__":
