@@ -11,18 +11,25 @@
 #   program     through the C++ program alone, which is fastest
 #   steps       faults and kills at every step of scripts
 #   pairs       two of these at a time
-#   savers      the same rounds with other savers
+#   savers      the same rounds with other savers: PyTorch's, and Megatron-Core's where build/venv has it
 #   power_cuts  of rounds on recorded disks
+#   bad_disks   rounds on disks of device-mapper that lose or refuse writes, misread, or are late
+#   planted     tests that a planted bug must turn red, so that the report says that the checks can fail; 2 minutes beside HOURS
 #   tests       of the runtime: faults, kills and hostile allocators, without their usual end
 #   fuzzers     of every parser
-#   coverage    by all tests; left out of campaigns below four hours that do not name it
+#   coverage    by all tests, at most 2 hours beside HOURS; left out of campaigns below four hours that do not name it
 #
 # --write  adds what was done to docs/campaigns.json, and writes the sums into docs/integrity.md.
 #
-# Exit status 0 if no part found anything, 1 otherwise.
+# Exit status 0: nothing was found, and every part ran, or was left out because root is missing: then the parts that a user can run
+# have all run, and the headline names the others. 1: something was found. 2: nothing was found, and a part did not run, or not to the
+# end, for another reason; or the campaign could not begin. A check that did not run must not pass for one that found nothing; where a
+# machine cannot run a part, --parts without the part gives 0 again.
 set -euo pipefail
 # shellcheck source=tools/setup.sh
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
+judged=
+trap '[ $? != 1 ] || [ -n "$judged" ] || exit 2' EXIT
 
 case "${1:-}" in
   '' | -h | --help) print_help ;;
@@ -38,51 +45,62 @@ out=$(realpath -- "$directory")
 cd "$root"
 install_missing "${packages_build[@]}" "${packages_python[@]}" "${packages_test[@]}"
 
-# Shares of the time of all parts.
-declare -A shares=([rounds]=18 [program]=8 [steps]=12 [pairs]=2 [savers]=10 [power_cuts]=12 [tests]=24 [fuzzers]=14 [coverage]=0)
-: "${parts:=rounds,program,steps,pairs,savers,power_cuts,tests,fuzzers$([ "$seconds" -lt 14400 ] || echo ,coverage)}"
+# Shares of the time of all parts, in hundredths. Those without one end by themselves.
+declare -A shares=([rounds]=17 [program]=8 [steps]=11 [pairs]=2 [savers]=10 [power_cuts]=13 [bad_disks]=5 [tests]=21 [fuzzers]=13
+  [planted]=0 [coverage]=0)
+: "${parts:=rounds,program,steps,pairs,savers,power_cuts,bad_disks,planted,tests,fuzzers$([ "$seconds" -lt 14400 ] || echo ,coverage)}"
+long_tests=(ring_faults dead_writes lifetime_stress worker_fault recovery_crash single_file_crash orphan_worker trainer_killed)
 all=0
 for name in ${parts//,/ }; do
   [ -n "${shares[$name]:-}" ] || fail "--parts: there is no $name; see tools/campaign.sh --help"
   all=$((all + shares[$name]))
 done
 wanted() { [[ ,$parts, == *,$1,* ]]; }
+[ "$(id -u)" != 0 ] || ! wanted bad_disks || install_missing dmsetup
 # share PART [OF]: the seconds of a part, or its OF-th share.
 share() { echo $((seconds * shares[$1] / (all > 0 ? all : 1) / ${2:-1})); }
 
 report=$out/report.md
 lanes=1
 : >"$out/parts.tsv" >"$out/rows.md"
+# A former campaign may have used the directory.
+for name in "${!shares[@]}" "${long_tests[@]}"; do rm -f "$out/$name.log" "$out/$name.json"; done
+rm -f "$out"/*_fuzz.log
+export PYTHONUNBUFFERED=1 # a log has all lines until its program was killed
+# row NAME SECONDS STATE VERDICT [COMMAND]: the states are those of tools/campaign/verdict.py.
+row() {
+  printf '%s\t%s\t%s\t%s\n' "$1" "$(($2 / lanes))" "$3" "$4" >>"$out/parts.tsv"
+  echo "| $1 | $2 s | $4 | ${5:+\`$5\`} |" >>"$out/rows.md"
+}
 # part NAME SECONDS COMMAND...: runs a part, which ends by itself or at its time, and keeps its log.
 part() {
-  local name=$1 longest=$2 result=0 started=$SECONDS verdict
+  local name=$1 longest=$2 result=0 started=$SECONDS told
   shift 2
   say "== $name"
   timeout --kill-after=60 "$longest" "$@" >"$out/$name.log" 2>&1 || result=$?
-  case "$result" in
-    0) verdict="nothing found" ;;
-    124 | 137) verdict="ended by its time; nothing found until then" ;;
-    *) verdict="**FOUND** (exit status $result)" ;;
-  esac
-  # What a test found before its time was over counts. What other savers let escape does not.
-  if [ "$name" != savers ] && grep -qE '\*\*\*(Failed|Exception)|^ESCAPE' "$out/$name.log"; then
-    verdict="**FOUND**"
-  fi
   tail -n 3 "$out/$name.log"
-  printf '%s\t%s\t%s\n' "$name" "$(((SECONDS - started) / lanes))" "$verdict" >>"$out/parts.tsv"
-  echo "| $name | $((SECONDS - started)) s | $verdict | \`$*\` |" >>"$out/rows.md"
+  told=$(python3 -B tools/campaign/verdict.py part "$out" "$name" "$result" "$((SECONDS - started))" "$longest") ||
+    told=$'not run\t'"exit status $result, and the log and report could not be judged"
+  row "$name" "$((SECONDS - started))" "${told%%$'\t'*}" "${told#*$'\t'}" "$*"
 }
-left_out() { echo "| $1 | 0 s | left out: $2 | |" >>"$out/rows.md"; }
+left_out() { row "$1" 0 "left out" "left out: $2"; }
+# not_run PART REASON: takes a part out of those that are wanted.
+not_run() {
+  ! wanted "$1" || row "$1" 0 "not run" "could not run: $2"
+  parts=$(tr , '\n' <<<"$parts" | grep -vx "$1" | paste -sd ,) || parts=
+}
 
 say "== build"
 tools/venv.sh
-if wanted tests; then
-  { cmake --preset release && cmake --build --preset release -j "$(build_jobs)"; } >"$out/build.log" 2>&1 ||
-    fail "the runtime's tests could not be built: see $out/build.log"
+: >"$out/build.log"
+# build PRESET: whether its targets are there.
+build() { { cmake --preset "$1" && cmake --build --preset "$1" -j "$(build_jobs)"; } >>"$out/build.log" 2>&1; }
+if { wanted tests || wanted planted; } && ! build release; then
+  not_run tests "the preset release could not be built (see build.log)"
+  not_run planted "the preset release could not be built (see build.log)"
 fi
-if wanted fuzzers && { ! cmake --preset fuzz || ! cmake --build --preset fuzz -j "$(build_jobs)"; } >>"$out/build.log" 2>&1; then
-  left_out fuzzers "the preset fuzz could not be built (see build.log)"
-  parts=${parts//fuzzers/}
+if wanted fuzzers && ! build fuzz; then
+  not_run fuzzers "the preset fuzz could not be built (see build.log)"
 fi
 
 bin=build/venv/bin
@@ -100,19 +118,37 @@ fuzz rounds
 fuzz program --jobs $((at_once + 16)) --doors plan --ranks 1 --bytes 32 --tensors 1000
 fuzz steps --faults --kills
 fuzz pairs --faults --kills --pairs --per-script 20
+absent_savers=
 if wanted savers; then
-  part savers "$(($(share savers) + 900))" "$bin/integrity-fuzz" --savers holdfast.dcp,dcp-thread,dcp-process \
-    --time "$(share savers 3)s" --seed "$seed" --dir "$out"
+  savers=$("$bin/python" -B tools/campaign/savers.py 2>"$out/absent_savers.log") || savers=holdfast.dcp,dcp-thread,dcp-process
+  absent_savers=$(<"$out/absent_savers.log")
+  IFS=, read -ra each <<<"$savers"
+  # The first one ends at its time; the others have as many rounds.
+  part savers "$(($(share savers) + 900))" "$bin/integrity-fuzz" --savers "$savers" \
+    --time "$(share savers ${#each[@]})s" --seed "$seed" --dir "$out"
 fi
-if [ "$(id -u)" = 0 ]; then
-  fuzz power_cuts --power-cuts ext4,xfs,btrfs
-elif wanted power_cuts; then
-  left_out power_cuts "mounting a recorded disk needs root"
+for name in power_cuts bad_disks; do
+  if [ "$(id -u)" != 0 ]; then
+    ! wanted "$name" || left_out "$name" "mounting its disks needs root"
+  elif [ "$name" = power_cuts ]; then
+    fuzz power_cuts --power-cuts ext4,ext4-nojournal,xfs,btrfs
+  else
+    fuzz bad_disks --bad-disks ext4,xfs,btrfs
+  fi
+done
+# tests PART SECONDS OPTION...: ctest for a time. No test of it is ended before, as by the time-out of the preset, which would count as a
+# failure. The log of --verbose has each single test when it ends.
+tests() {
+  local name=$1 longest=$2
+  shift 2
+  part "$name" "$longest" ctest --preset release --verbose --timeout "$((longest + 600))" "$@"
+}
+if wanted planted; then
+  tests planted 1800 -L planted
 fi
 if wanted tests; then
-  export HOLDFAST_LONG=1
-  for test in ring_faults dead_writes lifetime_stress worker_fault recovery_crash single_file_crash orphan_worker trainer_killed; do
-    part "$test" "$(share tests 8)" ctest --preset release -R "/$test"
+  for name in "${long_tests[@]}"; do
+    HOLDFAST_LONG=1 tests "$name" "$(share tests ${#long_tests[@]})" -R "/$name"
   done
 fi
 if wanted coverage; then # its build and its tests take most of an hour on two CPUs
@@ -132,18 +168,18 @@ if wanted fuzzers; then # one on each CPU
 fi
 
 status=0
-! grep -qF FOUND "$out/parts.tsv" || status=1
+headline=$(python3 -B tools/campaign/verdict.py whole "$out") || status=$?
+[ -n "$headline" ] || fail "$out/parts.tsv: its parts could not be judged"
 version=$(git describe --always 2>/dev/null || echo unknown)
 # Its own pages change with --write.
 git diff --quiet HEAD -- . ':!docs' 2>/dev/null || version+=-dirty
-[ -z "$write" ] || "$bin/python" -B tools/campaign/sums.py "$out" "$version" "$seed"
 {
   echo "# Holdfast on this machine"
   echo
   echo "$(date -u +%F), $(uname -srm), $(nproc) CPUs, seed $seed; $(df --output=fstype "$out" | tail -n 1) at $out;"
   echo "version $version."
   echo
-  [ "$status" = 0 ] && echo "**Nothing was found.**" || echo "**Something was found: see the rows and their logs.**"
+  echo "$headline"
   echo
   echo "| part | time | result | command |"
   echo "| --- | --- | --- | --- |"
@@ -169,9 +205,16 @@ git diff --quiet HEAD -- . ':!docs' 2>/dev/null || version+=-dirty
   cat "$out/power_cuts.log" 2>/dev/null || true
   echo '```'
   echo
+  echo "## Bad disks"
+  echo
+  echo '```'
+  cat "$out/bad_disks.log" 2>/dev/null || true
+  echo '```'
+  echo
   echo "## The same rounds with other savers"
   echo
   grep -s '^|' "$out/savers.log" || true
+  [ -z "$absent_savers" ] || printf '\nNot here:\n\n%s\n' "$absent_savers"
   echo
   echo "## Line coverage of runtime/ and io_uring/"
   echo
@@ -186,4 +229,9 @@ git diff --quiet HEAD -- . ':!docs' 2>/dev/null || version+=-dirty
 } >"$report"
 say "== $report"
 sed -n '1,20p' "$report"
+if [ -n "$write" ] && ! "$bin/python" -B tools/campaign/sums.py "$out" "$version" "$seed"; then
+  echo "docs/campaigns.json and docs/integrity.md were not written" >&2
+  [ "$status" = 1 ] || status=2
+fi
+judged=1
 exit "$status"

@@ -42,7 +42,7 @@ export LLVM_PROFILE_FILE=$raw/%m%c.profraw
 say "== C++ tests"
 status=0
 ctest --preset coverage "$@" >"$build/tests.log" 2>&1 || status=$?
-tail -n 5 "$build/tests.log"
+grep -E '^[0-9]+% tests passed|^[[:space:]]+[0-9]+ - ' "$build/tests.log" || tail -n 5 "$build/tests.log"
 modules=()
 if [ "$python" = yes ]; then
   say "== Python tests"

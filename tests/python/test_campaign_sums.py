@@ -19,6 +19,7 @@ ROUNDS = {
                "damage refused by a load": 5},
 }  # fmt: skip
 CUTS = {"rounds": 2, "escapes": 0, "counts": {"durable ext4": 9}, "states": {"states ext4 flush": 1200, "states ext4 torn": 34, "states xfs flush": 5}}
+BAD = {"rounds": 2, "escapes": 0, "counts": {}, "states": {"states xfs loses writes": 6}}
 LOG = "Done\nstat::number_of_executed_units: 1500000\nstat::average_exec_per_sec: 3\n"
 
 
@@ -32,10 +33,10 @@ def sums(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return module
 
 
-def campaign(directory: Path, *parts: str, found: str = "nothing found") -> Path:
+def campaign(directory: Path, *parts: str, state: str = "nothing found") -> Path:
     directory.mkdir()
-    (directory / "parts.tsv").write_text("".join(f"{part}\t1800\t{found}\n" for part in parts))
-    for name, report in (("rounds", ROUNDS), ("power_cuts", CUTS)):
+    (directory / "parts.tsv").write_text("".join(f"{part}\t1800\t{state}\tverdict\n" for part in parts))
+    for name, report in (("rounds", ROUNDS), ("power_cuts", CUTS), ("bad_disks", BAD)):
         (directory / f"{name}.json").write_text(json.dumps(report))
     (directory / "json_fuzz.log").write_text(LOG)
     return directory
@@ -50,13 +51,14 @@ def added(sums: ModuleType, given: dict[str, Any], directory: Path, *parts: str)
 
 def test_two_campaigns_add_up(sums: ModuleType, tmp_path: Path) -> None:
     added(sums, RUN, tmp_path / "a", "rounds", "json_fuzz", "dead_writes")
-    told = added(sums, {**RUN, "seed": 8, "version": "def"}, tmp_path / "b", "rounds", "power_cuts", "json_fuzz")
-    assert "2 runs, 3.0 hours in all, of abc, def on Linux 6.1" in told
+    told = added(sums, {**RUN, "seed": 8, "version": "def"}, tmp_path / "b", "rounds", "power_cuts", "json_fuzz", "bad_disks", "planted")
+    assert "2 runs, 3.5 hours in all, of abc, def on Linux 6.1" in told
     rows = {line.split("|")[1].strip(): line for line in told.splitlines() if line.startswith("|")}
     assert "80 rounds; 600 calls of save by the ranks, 400 durable; 14 events, 8 while I/O was in flight, 10 kills; " in rows["rounds of all doors"]
     assert "1,800 reads compared bit for bit, 160 verifications, 12 damages" in rows["rounds of all doors"]
     assert rows["rounds of all doors"].endswith("| 2 |") and "| 1.0 |" in rows["rounds of all doors"]
     assert "1,234 of ext4, 5 of xfs" in rows["power cuts"]
+    assert rows["bad disks"].endswith("| 2 rounds; disks: 6 of xfs | 0 |")
     assert "3.0 million executions of 1 parsers" in rows["fuzzers"]
     assert "| 0.5 |" in rows["the runtime's long tests"]
     assert re.search(r"kill-worker +8 ", told)
@@ -72,8 +74,19 @@ def test_a_campaign_counts_once(sums: ModuleType, tmp_path: Path) -> None:
 
 
 def test_a_part_that_found_something_has_an_escape(sums: ModuleType, tmp_path: Path) -> None:
-    parts = sums.gather(campaign(tmp_path / "a", "dead_writes", "json_fuzz", found="**FOUND** (exit status 77)"))
+    parts = sums.gather(campaign(tmp_path / "a", "dead_writes", "json_fuzz", state="found"))
     assert {name: part["escapes"] for name, part in parts.items()} == {"tests": 1, "fuzzers": 1}
+
+
+@pytest.mark.parametrize("state", ["not run", "left out"])
+def test_a_part_that_did_not_run_has_no_time(sums: ModuleType, tmp_path: Path, state: str) -> None:
+    parts = sums.gather(campaign(tmp_path / "a", "rounds", "steps", "dead_writes", "fuzzers", state=state))
+    assert {name: part["counts"]["rounds"] for name, part in parts.items()} == {"rounds": 40}  # which could not go on
+
+
+def test_a_crash_of_the_program_is_an_escape_beside_its_report(sums: ModuleType, tmp_path: Path) -> None:
+    directory = campaign(tmp_path / "a", "power_cuts", state="found")
+    assert sums.gather(directory)["power_cuts"]["escapes"] == 1
 
 
 def test_a_part_that_was_killed_before_its_report_keeps_its_name(sums: ModuleType, tmp_path: Path) -> None:

@@ -2,7 +2,8 @@
 
     sums.py DIR VERSION SEED
 
-DIR is that of tools/campaign.sh: its parts.tsv has a line for each part, with its seconds and what it found.
+DIR is that of tools/campaign.sh: its parts.tsv has a line for each part, with its seconds, its state and its
+verdict, as verdict.py gives them.
 """
 
 from __future__ import annotations
@@ -20,14 +21,17 @@ from typing import Any
 from holdfast.integrity import campaign
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 import page_part
+import verdict
 
 ROOT = Path(__file__).resolve().parents[2]
 SUMS, PAGE = ROOT / "docs/campaigns.json", ROOT / "docs/integrity.md"
 BEGIN, END = "<!-- campaigns: written by tools/campaign.sh --write -->", "<!-- campaigns: end -->"
 ROUNDS = {"rounds": "rounds of all doors", "program": "rounds of the C++ program"}
-PARTS = ("rounds", "program", "steps", "pairs", "savers", "power_cuts", "coverage")  # also without a report, when they were killed
+PARTS = (*verdict.OF_INTEGRITY_FUZZ, "planted", "coverage")  # also without a report, when they were killed
 STEPS = {"steps": "faults and kills at every step", "pairs": "two at a time"}
+DISKS = {"power_cuts": "power cuts", "bad_disks": "bad disks"}
 
 Counts = collections.Counter[str]
 
@@ -36,8 +40,8 @@ def gather(directory: Path) -> dict[str, dict[str, Any]]:
     """What each part of a campaign has done: `seconds`, `escapes` and `counts`."""
     found: dict[str, dict[str, Any]] = {}
     for line in (directory / "parts.tsv").read_text().splitlines():
-        name, seconds, result = line.split("\t")
-        counts, escapes = Counts(), int("FOUND" in result)
+        name, seconds, state, _ = line.split("\t")
+        counts, escapes = Counts(), int(state == verdict.FOUND)
         if name.endswith("_fuzz"):
             log = (directory / f"{name}.log").read_text(errors="replace")
             executed = re.search(r"^stat::number_of_executed_units: *(\d+)", log, re.M)
@@ -46,9 +50,11 @@ def gather(directory: Path) -> dict[str, dict[str, Any]]:
         elif (report := directory / f"{name}.json").exists():
             told = json.loads(report.read_text())
             counts.update({**told.get("states", {}), **told["counts"], "rounds": told.get("rounds", 0)})
-            escapes = told["escapes"] if isinstance(told["escapes"], int) else len(told["escapes"])
+            escapes = max(escapes, told["escapes"] if isinstance(told["escapes"], int) else len(told["escapes"]))
         elif name not in PARTS:  # one of the runtime's long tests
             name = "tests"
+        if state in (verdict.NOT_RUN, verdict.LEFT_OUT) and not any(counts.values()):
+            continue
         part = found.setdefault(name, {"seconds": 0, "escapes": 0, "counts": Counts()})
         part["seconds"] += int(seconds)
         part["escapes"] += escapes
@@ -83,7 +89,7 @@ def done(name: str, counts: Counts) -> str:
     if name in STEPS:
         return (f"{counts['runs']:,} of {counts['to run']:,}: {counts['errors']:,} errors, {counts['short results']:,} short "
                 f"results, {counts['kills']:,} kills; {counts['reads']:,} reads compared")  # fmt: skip
-    if name == "power_cuts":
+    if name in DISKS:
         disks = collections.Counter[str]()
         for key, number in counts.items():
             if key.startswith("states "):
@@ -97,7 +103,7 @@ def done(name: str, counts: Counts) -> str:
 def table(sums: dict[str, Any]) -> str:
     """The sums as text."""
     runs = sums["runs"]
-    names = {**ROUNDS, **STEPS, "power_cuts": "power cuts", "tests": "the runtime's long tests", "fuzzers": "fuzzers"}
+    names = {**ROUNDS, **STEPS, **DISKS, "tests": "the runtime's long tests", "fuzzers": "fuzzers"}
     hours = sum(part[0] for run in runs for name, part in run["parts"].items() if name in names) / 3600
     lines = [f"{len(runs)} run{'s' * (len(runs) > 1)}, {hours:.1f} hours in all, of {', '.join(dict.fromkeys(run['version'] for run in runs))} on "
              f"{', '.join(dict.fromkeys(run['machine'] for run in runs))}:", "",
