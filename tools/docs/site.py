@@ -18,7 +18,7 @@ SITE = ROOT / "build" / "docs"
 # Sections of the navigation; every other page of docs/ comes at the end of the second one.
 NAVIGATION = {
     "Start": ["README.md", "docs/install.md", "docs/python.md", "docs/migration.md", "docs/troubleshooting.md"],
-    "Use": ["docs/cli.md", "docs/observe.md", "docs/integrity.md"],
+    "Use": ["docs/cli.md", "docs/observe.md", "docs/integrity.md", "docs/campaign.md"],
     "Frameworks": ["python/holdfast/dcp/README.md", "docs/megatron.md", "docs/lightning.md", "docs/torchtitan.md",
                    "docs/nvrx.md"],
     "Evidence": ["docs/guarantees.md", "docs/compared.md", "docs/cost.md", "docs/gpu.md",
