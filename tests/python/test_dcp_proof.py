@@ -142,6 +142,23 @@ def test_a_commit_record_that_is_gone_is_missed(tmp_path: Path) -> None:
     assert _load(path) == (2, False)
 
 
+def test_damage_of_other_files_than_metadata_is_in_the_report(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    _save(path)
+    for pattern, data, verdict in (
+        ("*.distcp", b"x" * 1000, "corrupt"), ("*.distcp", None, "incomplete"), ("rank-*", b"", "corrupt"), ("rank-*", None, "incomplete"),
+    ):  # fmt: skip
+        (file,) = path.glob(pattern)
+        sound = file.read_bytes()
+        file.unlink()
+        if data is not None:
+            file.write_bytes(data)
+        report = holdfast.dcp.verify(path)
+        assert report["verdict"] == verdict and file.name in {fault["file"] for fault in report["faults"]}, report
+        file.write_bytes(sound)
+    assert holdfast.dcp.verify(path)["verdict"] == "sound"
+
+
 def test_a_manifest_is_compared_with_the_commit_record(tmp_path: Path) -> None:
     path = tmp_path / "run"
     _save(path)
