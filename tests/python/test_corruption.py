@@ -10,29 +10,22 @@ import contextlib
 import ctypes
 import json
 import os
-import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
-import safetensors.torch
 import torch
-from altered import CHUNK, bounded, digested, untold, verified
-from test_ranks import on_ranks
-from torch.distributed.checkpoint.api import CheckpointException
+from altered import CHUNK, FORMATS, Checked
 
 import holdfast
 import holdfast.dcp
 from holdfast import _native
-from holdfast._programs import program
-from holdfast.integrity import readers
 
 LONG = bool(os.environ.get("HOLDFAST_LONG"))
 PLACES = 1 << 30 if LONG else 40  # of a file, at which a bit changes
 PAGE = 4096
-VERDICTS = ("sound", "corrupt", "incomplete", "unreadable")
 
 
 def state_of(seed: int) -> dict[str, Any]:
@@ -46,183 +39,9 @@ def state_of(seed: int) -> dict[str, Any]:
     }
 
 
-def save_rank(rank: int, path: str, seed: int) -> None:
-    holdfast.save({**state_of(seed), "own": torch.full((100,), rank)}, path)
-
-
-class Model(torch.nn.Module):
-    def __init__(self, seed: int) -> None:
-        super().__init__()
-        for name, value in state_of(seed).items():
-            self.register_buffer(name, value)
-
-
-def make_plain(path: Path, seed: int) -> None:
-    holdfast.save(state_of(seed), path)
-
-
-def make_ranks(path: Path, seed: int) -> None:
-    on_ranks(2, save_rank, str(path), seed)
-
-
-def make_hf(path: Path, seed: int) -> None:
-    holdfast.save(Model(seed), path, layout="hf")
-
-
-def make_dcp(path: Path, seed: int) -> None:
-    holdfast.dcp.save(state_of(seed), checkpoint_id=path, no_dist=True)
-
-
-def make_file(path: Path, seed: int) -> None:
-    path.mkdir()
-    holdfast.save_file(state_of(seed), path / "state.pt", wait=True)
-
-
-def make_adopted(path: Path, seed: int) -> None:
-    path.mkdir()
-    safetensors.torch.save_file(state_of(seed), path / "state.safetensors")
-    assert os.spawnl(os.P_WAIT, program("verify-checkpoint"), "verify-checkpoint", "--adopt", str(path)) == 0
-
-
-def make_torch(path: Path, seed: int) -> None:
-    path.mkdir()
-    torch.save(state_of(seed), path / "state.pt")
-
-
-def load_ranks(path: Path) -> dict[str, torch.Tensor]:
-    return {f"{rank}.{name}": tensor for rank in range(2) for name, tensor in holdfast.load(path, rank=rank).items()}
-
-
-def load_dcp(path: Path) -> dict[str, torch.Tensor]:
-    target = {name: torch.zeros_like(value) for name, value in state_of(0).items()}
-    holdfast.dcp.load(target, checkpoint_id=path, no_dist=True)
-    return target
-
-
-class Format(NamedTuple):
-    """How a format is written, verified and read.
-
-    Attributes:
-        others: another program wrote the files, or reads them. Its errors are as good as ours.
-        proven: a whole file of another save counts as damage. Where the file alone says whose it is, it does not.
-    """
-
-    make: Callable[[Path, int], None]
-    load: Callable[[Path], dict[str, torch.Tensor]]
-    verify: Callable[[Path], dict[str, Any]] = holdfast.verify
-    others: bool = False
-    proven: bool = True
-
-
-FORMATS = {
-    "plain": Format(make_plain, holdfast.load),
-    "ranks": Format(make_ranks, load_ranks),
-    "hf": Format(make_hf, holdfast.load),
-    "dcp": Format(make_dcp, load_dcp, holdfast.dcp.verify),
-    "save_file": Format(make_file, lambda path: torch.load(path / "state.pt"),
-                        lambda path: holdfast.verify(path / "state.pt"), others=True, proven=False),
-    "adopted": Format(make_adopted, lambda path: safetensors.torch.load_file(path / "state.safetensors"), others=True),
-    "torch.save": Format(make_torch, lambda path: torch.load(path / "state.pt"),
-                         lambda path: holdfast.verify(path / "state.pt"), others=True, proven=False),
-}  # fmt: skip
-
-
-def _same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
-
-
-class Checked:
-    """A checkpoint, an older one of the same shape, and what loading the first gives."""
-
-    def __init__(self, name: str, directory: Path) -> None:
-        self.format = FORMATS[name]
-        self.path, self.older = directory / "new" / "s", directory / "old" / "s"
-        for path, seed in ((self.older, 1), (self.path, 2)):
-            path.parent.mkdir()
-            self.format.make(path, seed)
-        holdfast.flush(60)
-        self.expected, self.before = self.format.load(self.path), self.format.load(self.older)
-        assert self.outcome() == ("sound", "")
-        self.files = {file.name: file.read_bytes() for file in sorted(self.path.iterdir())}
-        self.digested = digested(self.path)
-        self.new: dict[str, bytes | None] = {}  # what `changed` has written
-
-    def outcome(self) -> tuple[str, str]:
-        """What verifying says, and how loading ends: "" where everything is equal."""
-        try:
-            self.report = verified(self.format.verify, self.path)
-            verdict = self.report["verdict"]
-        except holdfast.Error as error:
-            # Of `.metadata` that tells nothing; the other way to verify has a report of it.
-            verdict, self.report = error.code, verified(holdfast.verify, self.path)
-        try:
-            with bounded(self.path):
-                found = self.format.load(self.path)
-        except (Exception, CheckpointException) as error:
-            # DCP's loading raises an exception of its own, with the text of ours.
-            own = readers.is_own(error)
-            return verdict, "refused" if own or self.format.others else f"raised {error!r}"
-        if not self.format.proven and _same(found, self.before):
-            return verdict, ""  # another whole file
-        return verdict, "" if _same(found, self.expected) else "other bytes"
-
-    def escapes(self, what: str) -> list[str]:
-        """What is wrong about the outcome after a change."""
-        verdict, loaded = self.outcome()
-        if loaded == "refused" and self.format.others:
-            # Another program's reader, which says so.
-            return [f"{what}: {each}" for each in self.untold(verdict)]
-        silent = loaded == "other bytes" and not (self.format.others and verdict != "sound")
-        wrong = silent or loaded.startswith("raised") or (verdict == "sound" and loaded != "")
-        escaped = [f"{what}: verify says {verdict}, loading: {loaded or 'equal'}"] if wrong else []
-        return escaped + [f"{what}: {each}" for each in self.untold(verdict)]
-
-    def untold(self, verdict: str) -> list[str]:
-        """What the report leaves out of files that digests prove."""
-        new = {name: data for name, data in self.new.items() if data != self.files.get(name)}
-        if not self.digested or not new or not new.keys() <= self.files.keys():
-            return []
-        if self.report["verdict"] == "sound":
-            return [] if self.report["note"] else ["sound, without a note of what is not proven"]
-        if verdict not in VERDICTS and ".metadata" not in new:
-            return [f"{verdict} is raised"]
-        if self.report["path"] != str(self.path) and None in new.values():
-            return []  # the report is of this one file
-        named = {fault["file"] for fault in self.report["faults"]}
-        if new.keys() <= self.digested.keys():
-            wrong = [f"no fault names {name}" for name in new if name not in named]
-            for name, data in new.items():
-                if data is not None:
-                    wrong += untold(self.report, name, self.files[name], data, self.digested[name])
-            return wrong
-        # Where no record tells of which save a manifest is, another's differs from the files.
-        proving = new.keys() | (self.digested.keys() if self.format.others else set())
-        if len(new) > 1 or named & proving and (self.report["verdict"] == "corrupt" or None in new.values()):
-            return []
-        return [f"{self.report['verdict']}, the faults name {named}"]
-
-    @contextlib.contextmanager
-    def changed(self, name: str, data: bytes | None) -> Iterator[Path]:
-        """One file with other bytes, or without the file."""
-        file = self.path / name
-        file.unlink(missing_ok=True)
-        if data is not None:
-            file.write_bytes(data)
-        self.new[name] = data
-        try:
-            yield file
-        finally:
-            del self.new[name]
-            if file.is_dir() and not file.is_symlink():
-                shutil.rmtree(file)
-            file.unlink(missing_ok=True)
-            if name in self.files:
-                file.write_bytes(self.files[name])
-
-
 @pytest.fixture(params=FORMATS, scope="module")
 def checked(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Checked:
-    return Checked(request.param, tmp_path_factory.mktemp("checkpoints"))
+    return Checked(request.param, tmp_path_factory.mktemp("checkpoints"), state_of)
 
 
 def test_a_bit_in_every_byte(checked: Checked) -> None:
