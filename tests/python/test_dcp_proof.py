@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import dcp_ranks
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -157,6 +158,28 @@ def test_damage_of_other_files_than_metadata_is_in_the_report(tmp_path: Path) ->
         assert report["verdict"] == verdict and file.name in {fault["file"] for fault in report["faults"]}, report
         file.write_bytes(sound)
     assert holdfast.dcp.verify(path)["verdict"] == "sound"
+
+
+def _save_rank(rank: int, path: str) -> None:
+    dcp.save({f"own-{rank}": torch.full((9,), rank + 1)}, storage_writer=holdfast.dcp.StorageWriter(path))
+
+
+def test_a_manifest_that_is_gone_among_others_is_missed(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    dcp_ranks.run_ranks(2, tmp_path, _save_rank, str(path))
+    target = {f"own-{rank}": torch.zeros(9, dtype=torch.int64) for rank in range(2)}
+    (manifest,) = path.glob("rank-00001-*")
+    manifest.unlink()
+    (file,) = path.glob("__1_*")
+    data = bytearray(file.read_bytes())
+    data[data.index(bytes([2, 0, 0, 0, 0, 0, 0, 0]) * 9)] = 3
+    file.write_bytes(data)
+    with pytest.raises((holdfast.Error, CheckpointException), match=f"manifest of {file.name} is missing"):
+        dcp.load(target, storage_reader=holdfast.dcp.StorageReader(path))
+    assert not any(tensor.any() for tensor in target.values())
+    dcp.load({"own-0": target["own-0"]}, storage_reader=holdfast.dcp.StorageReader(path))
+    dcp.load({"own-1": target["own-1"]}, storage_reader=holdfast.dcp.StorageReader(path, verify=False))
+    assert target["own-0"].tolist() == [1] * 9 and target["own-1"].tolist() == [3] + [2] * 8
 
 
 def test_a_manifest_is_compared_with_the_commit_record(tmp_path: Path) -> None:

@@ -325,6 +325,13 @@ class StorageReader(_StorageReader):
             if (rank in ranks or world_size == 1) and len(digests) == world_size:
                 proved = Proved(self.path, name, digests[rank])
                 found.update(dict.fromkeys(proved.files, proved))
+        missing = sorted(files - found.keys())
+        if self._verify and missing and any(m["attempt"] == self._save_id for m in matches):
+            raise Error(
+                "DATA_LOSS",
+                f"load {self.path}: the manifest of {missing[0]} is missing, while others of the save are there; verify=False "
+                "loads without proof",
+            )
         return found
 
     def _read_proved(
