@@ -13,8 +13,10 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import dcp_ranks
 import safetensors.torch
 import torch
+from draining import swept
 from test_ranks import on_ranks
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -22,6 +24,7 @@ import holdfast
 import holdfast.dcp
 from holdfast import _native
 from holdfast._programs import program
+from holdfast.drain.places import open_place
 from holdfast.integrity import readers
 
 CHUNK = _native.CHUNK_BYTES
@@ -29,6 +32,7 @@ CHUNK = _native.CHUNK_BYTES
 MEMORY_MAX = (256 << 20) + (os.cpu_count() or 1) * (16 << 20)
 CPU_SECONDS_MAX = 2.0
 CPU_RATE_MIN = 64 << 20  # bytes in a second
+PAGE = 4096
 VERDICTS = ("sound", "corrupt", "incomplete", "unreadable")
 _PUNCH_HOLE = 3  # and keep the size
 
@@ -179,6 +183,30 @@ def make_dcp(path: Path, state: State) -> None:
     holdfast.dcp.save(state, checkpoint_id=path, no_dist=True)
 
 
+def save_dcp_rank(rank: int, path: str, state: State) -> None:
+    """What all hold is of the first rank; each has a tensor of its own."""
+    holdfast.dcp.save({**state, f"own-{rank}": torch.full((PAGE,), rank + state["step"])}, checkpoint_id=path)
+
+
+def make_dcp_ranks(path: Path, state: State) -> None:
+    dcp_ranks.run_ranks(2, path.parent, save_dcp_rank, str(path), state)
+
+
+def make_stock(path: Path, state: State) -> None:
+    torch.distributed.checkpoint.save(state, storage_writer=torch.distributed.checkpoint.FileSystemWriter(path), no_dist=True)
+
+
+def make_adopted_stock(path: Path, state: State) -> None:
+    make_stock(path, state)
+    adopt(path)
+
+
+def make_drained(path: Path, state: State) -> None:
+    run = path.parent.parent / f"run-{path.parent.name}"
+    holdfast.save(state, run / path.name)
+    assert [event["event"] for event in swept(open_place(str(run)), open_place(str(path.parent)))] == ["arrived"]
+
+
 def make_file(path: Path, state: State) -> None:
     path.mkdir()
     holdfast.save_file(state, path / "state.pt", wait=True)
@@ -216,6 +244,10 @@ def load_torch(path: Path, _: State) -> State:
     return torch.load(path / "state.pt")
 
 
+def load_dcp_ranks(path: Path, like: State) -> State:
+    return load_dcp(path, {**like, **{f"own-{rank}": torch.empty(PAGE, dtype=torch.int64) for rank in range(2)}})
+
+
 def load_dcp(path: Path, like: State) -> State:
     target = {name: torch.zeros_like(value) for name, value in like.items()}
     holdfast.dcp.load(target, checkpoint_id=path, no_dist=True)
@@ -242,6 +274,10 @@ FORMATS = {
     "ranks": Format(make_ranks, load_ranks),
     "hf": Format(make_hf, load_plain),
     "dcp": Format(make_dcp, load_dcp, holdfast.dcp.verify),
+    "dcp of ranks": Format(make_dcp_ranks, load_dcp_ranks, holdfast.dcp.verify),
+    "stock dcp": Format(make_stock, load_dcp, holdfast.dcp.verify, others=True, proven=False),
+    "adopted dcp": Format(make_adopted_stock, load_dcp, others=True),
+    "drained": Format(make_drained, load_plain),
     "save_file": Format(make_file, load_torch, lambda path: holdfast.verify(path / "state.pt"), others=True, proven=False),
     "adopted": Format(make_adopted, lambda path, _: safetensors.torch.load_file(path / "state.safetensors"), others=True),
     "adopted zip": Format(make_adopted_zip, load_torch, others=True),

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from altered import CHUNK, FORMATS, Checked
+from altered import CHUNK, FORMATS, PAGE, Checked
 
 import holdfast
 import holdfast.dcp
@@ -25,7 +25,6 @@ from holdfast import _native
 
 LONG = bool(os.environ.get("HOLDFAST_LONG"))
 PLACES = 1 << 30 if LONG else 40  # of a file, at which a bit changes
-PAGE = 4096
 
 
 def state_of(seed: int) -> dict[str, Any]:
