@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import holdfast
 import holdfast.dcp
-from holdfast import _dcp_directories
+from holdfast import _dcp_directories, directories
 from holdfast._programs import program
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -158,6 +158,23 @@ def test_damage_of_other_files_than_metadata_is_in_the_report(tmp_path: Path) ->
         assert report["verdict"] == verdict and file.name in {fault["file"] for fault in report["faults"]}, report
         file.write_bytes(sound)
     assert holdfast.dcp.verify(path)["verdict"] == "sound"
+
+
+def test_a_checkpoint_that_is_replaced_while_it_is_verified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "run"
+    _save(path, 1)
+    real, calls = directories.verify, []
+
+    def verify(*args: Any) -> Any:
+        calls.append(args)
+        if len(calls) == 1:
+            _save(path, 2)
+        return real(*args)
+
+    monkeypatch.setattr(directories, "verify", verify)
+    assert holdfast.dcp.verify(path)["verdict"] == "sound" and len(calls) == 2
+    next(path.glob("rank-*")).write_bytes(b"")
+    assert holdfast.dcp.verify(path)["verdict"] == "corrupt" and len(calls) == 3
 
 
 def _save_rank(rank: int, path: str) -> None:
