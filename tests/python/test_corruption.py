@@ -8,20 +8,26 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import io
 import json
 import os
+import struct
 import threading
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from altered import CHUNK, FORMATS, PAGE, Checked
+from altered import CHUNK, FORMATS, PAGE, Checked, bounded, verified
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.api import CheckpointException
 
 import holdfast
 import holdfast.dcp
 from holdfast import _native
+from holdfast.integrity import readers
 
 LONG = bool(os.environ.get("HOLDFAST_LONG"))
 PLACES = 1 << 30 if LONG else 40  # of a file, at which a bit changes
@@ -171,6 +177,38 @@ def test_a_bit_in_every_chunk_is_told_with_tensor_and_range(tmp_path: Path) -> N
     assert holdfast.verify(path)["verdict"] == "sound"
 
 
+def records(checked: Checked, name: str) -> Iterator[tuple[str, int, int]]:
+    """Name, begin and end of each record of the zip archives in a file, which have a CRC32."""
+    data = checked.files[name]
+    archives = [(0, len(data))]
+    if name.endswith(".distcp"):
+        places = FileSystemReader(checked.path).read_metadata().storage_data.values()
+        archives = [(place.offset, place.length) for place in places]
+    for begin, length in archives:
+        for info in zipfile.ZipFile(io.BytesIO(data[begin : begin + length])).infolist():
+            header = begin + info.header_offset
+            at = header + 30 + sum(struct.unpack_from("<2H", data, header + 26))
+            yield info.filename, at, at + info.file_size
+
+
+@pytest.mark.parametrize("format", ["torch.save", "stock dcp"])
+def test_a_bit_in_every_record_without_digests(format: str, tmp_path: Path) -> None:
+    """What another program's files prove of themselves."""
+    checked = Checked(format, tmp_path, state_of)
+    name, data = max(checked.files.items(), key=lambda item: len(item[1]))
+    tensors = 0
+    for record, begin, end in records(checked, name):
+        tensors += "/data/" in record
+        for at in (begin, (begin + end) // 2, end - 1):
+            with checked.patched(name, {at: bytes([data[at] ^ 1])}):
+                assert checked.escapes(f"{record}, byte {at}") == []
+                assert checked.report["verdict"] == "corrupt" and checked.report["faults_total"] == 1
+                (fault,) = checked.report["faults"]
+                assert (fault["file"], fault["tensor"], fault["reason"]) == (name, record, "crc32")
+                assert fault["begin"] <= at < fault["end"]
+    assert tensors >= len(state_of(0))
+
+
 def sealed(text: str) -> bytes:
     """The text with the self-digest that belongs to it."""
     head = text[: text.rindex('"self_digest"')] + '"self_digest":"'
@@ -205,38 +243,54 @@ HOSTILE = {
 }
 
 
+@pytest.mark.parametrize("format", ["plain", "dcp"])
 @pytest.mark.parametrize("what", HOSTILE)
-def test_hostile_manifests_with_the_right_digest(what: str, tmp_path: Path) -> None:
-    holdfast.save({"t": torch.ones(5)}, tmp_path / "s")
-    manifest = next((tmp_path / "s").glob("rank-*"))
+def test_hostile_manifests_with_the_right_digest(what: str, format: str, tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    state = {"t": torch.ones(5)}
+    FORMATS[format].make(path, state)
+    (manifest,) = path.glob("rank-*")
+    (record_file,) = path.glob("holdfast.commit*")
     text = manifest.read_text()
     assert sealed(text) == text.encode()
     old, new = HOSTILE[what]
+    if format == "dcp":
+        old, new = (each.replace("model-00000-of-00001.safetensors", "__0_0.distcp").replace("model-", "__0_") for each in (old, new))
     assert old in text
     text = text.replace(old, new, 1)
     for record in (True, False):
         # Without a record as of an earlier version, so that the manifest alone is judged.
         manifest.write_bytes(sealed(text if record else text.replace('"version":4', '"version":2')))
         if not record:
-            (tmp_path / "s" / "holdfast.commit.json").unlink()
-        verdict = holdfast.verify(tmp_path / "s")["verdict"]
+            record_file.unlink()
+        verdict = verified(FORMATS[format].verify, path)["verdict"]
         if verdict == "sound":
-            # Nothing reads this field: a load takes dtypes and shapes of what the package saved.
+            # Verifying does not read these fields. A plain load takes them from what the package saved; DCP's compares them.
             assert what in ("a long shape", "another dtype") and not record
-            assert torch.equal(holdfast.load(tmp_path / "s")["t"], torch.ones(5))
-            continue
-        assert verdict in ("corrupt", "incomplete")
-        with pytest.raises(holdfast.Error):
-            holdfast.load(tmp_path / "s")
+            if format == "plain":
+                assert torch.equal(holdfast.load(path)["t"], torch.ones(5))
+                continue
+        else:
+            assert verdict in ("corrupt", "incomplete")
+        with bounded(path), pytest.raises((holdfast.Error, CheckpointException)) as error:
+            FORMATS[format].load(path, state)
+        assert readers.is_own(error.value)
 
 
-def test_a_checkpoint_that_is_replaced_while_it_is_read(tmp_path: Path) -> None:
-    """A load gives one save's bytes, or an error."""
-    names = [f"t{number}" for number in range(8)]
+@pytest.mark.parametrize("format", ["plain", "dcp", "save_file"])
+def test_a_checkpoint_that_is_replaced_while_it_is_read(format: str, tmp_path: Path) -> None:
+    """A load gives one save's bytes, or an error. Verifying does not call it damaged."""
+    like = {f"t{number}": torch.zeros(1 << 16, dtype=torch.int64) for number in range(8)}
+    path = tmp_path / "s"
 
     def save(seed: int) -> None:
-        state = {name: torch.full((1 << 16,), seed) for name in names}
-        holdfast.save(state, tmp_path / "s", replace=True)
+        state = {name: torch.full_like(tensor, seed) for name, tensor in like.items()}
+        if format == "plain":
+            holdfast.save(state, path, replace=True)
+        elif format == "dcp":
+            holdfast.dcp.save(state, checkpoint_id=path, no_dist=True)
+        else:
+            holdfast.save_file(state, path / "state.pt", wait=True)
 
     save(0)
     done = threading.Event()
@@ -248,15 +302,16 @@ def test_a_checkpoint_that_is_replaced_while_it_is_read(tmp_path: Path) -> None:
 
     thread = threading.Thread(target=replace)
     thread.start()
-    mixed, loaded = [], 0
+    mixed, loaded, verdicts = [], 0, []
     while not done.is_set():
-        try:
-            found = holdfast.load(tmp_path / "s")
-        except holdfast.Error:
-            continue
-        loaded += 1
-        seeds = {int(value) for name in names for value in found[name].unique()}
-        mixed += [seeds] if len(seeds) != 1 else []
+        with contextlib.suppress(holdfast.Error, CheckpointException):
+            found = FORMATS[format].load(path, like)
+            loaded += 1
+            seeds = {int(value) for tensor in found.values() for value in tensor.unique()}
+            mixed += [seeds] if len(seeds) != 1 else []
+        with contextlib.suppress(holdfast.Error):
+            verdicts.append(FORMATS[format].verify(path)["verdict"])
     thread.join()
     holdfast.flush(60)
     assert not mixed and loaded
+    assert set(verdicts) == {"sound"}
