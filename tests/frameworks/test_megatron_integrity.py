@@ -54,7 +54,7 @@ def test_a_save_that_fails_costs_no_later_one(bench: rounds.Bench) -> None:
     assert (done.counts["failed"], done.counts["durable"]) == (1, 1)
 
 
-@pytest.mark.skipif(bool(places.why_not()), reason=places.why_not())
+@pytest.mark.skipif(bool(places.why_not("fuse")), reason=places.why_not("fuse"))
 @pytest.mark.parametrize(("plant", "found"), [("", False), ("megatron_planted:megatron_syncs_nothing", True)])
 def test_what_megatron_has_written_survives_a_power_cut(plant: str, found: bool, tmp_path: Path) -> None:
     """Each file by its own fsync; and on a disk, whose flush makes everything durable."""

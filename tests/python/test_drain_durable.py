@@ -31,7 +31,7 @@ def path_of(fd: int) -> str:
 @pytest.fixture
 def cut(tmp_path: Path) -> Iterator[places.Place]:
     """A file system of which a power cut takes all that no sync has made durable."""
-    if reason := places.why_not():
+    if reason := places.why_not("fuse"):
         pytest.skip(reason)
     jobs.start_server()
     with processes.adopting(), places.made({"fuse": {"kind": "forgets", "key": 1}}, str(tmp_path)) as place:

@@ -498,7 +498,7 @@ def test_a_signal_waits_while_a_round_is_made_and_removed() -> None:
 
 def test_an_interrupted_campaign_has_its_report_and_leaves_nothing(tmp_path: Path) -> None:
     report, scratch = tmp_path / "report", tmp_path / "scratch"
-    place = ["--no-mount"] if places.why_not() else ["--places", "fuse-slow"]
+    place = ["--no-mount"] if places.why_not("fuse") else ["--places", "fuse-slow"]
     command = [sys.executable, "-m", "holdfast.integrity", "--seed", 8, "--dir", scratch, "--jobs", 2, *place,
                "--events", "program", "--ranks", 1, "--report", report, "--rounds", 1000]  # fmt: skip
     with subprocess.Popen([*map(str, command)], stdout=subprocess.PIPE, text=True) as program:

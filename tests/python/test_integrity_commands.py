@@ -58,9 +58,9 @@ def broken(said: str) -> set[str]:
     pytest.param((*BROKEN, "--replay", "replace/fork/pwrite,worker:openat:1:kill"), injection.why_not(), id="kills"),
     pytest.param((*BROKEN, "--replay", "replace/fork/pwrite,worker:fsync:1:EIO"), injection.why_not(), id="faults"),
     pytest.param((*SILENT, "--power-cuts", "ext4", "--ranks", "1", "--doors", "save_async", "--cuts", "1", "--rounds", "1", "--jobs", "1"),
-                 places.why_not(), id="power cuts"),
+                 places.why_not("fuse"), id="power cuts"),
     pytest.param((*SILENT, "--bad-disks", "ext4", "--ranks", "1", "--doors", "save_async", "--rounds", "1", "--jobs", "1"),
-                 places.why_not() or device_mapper.why_not("flakey", "delay"), id="bad disks"),
+                 places.why_not("fuse") or device_mapper.why_not("flakey", "delay"), id="bad disks"),
 ])  # fmt: skip
 def test_the_command_of_an_escape_finds_it_again(arguments: tuple[str, ...], reason: str) -> None:
     """Another process, without what the first one had in its directory; one run is enough for what is planted."""

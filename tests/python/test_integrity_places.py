@@ -47,7 +47,7 @@ def mounts(below: Path) -> list[str]:
 
 @pytest.fixture(autouse=True)
 def nothing_is_left(tmp_path: Path) -> Iterator[None]:
-    if reason := places.why_not():
+    if reason := places.why_not("fuse"):
         pytest.skip(reason)
     jobs.start_server()
     with processes.adopting():
