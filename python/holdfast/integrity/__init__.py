@@ -94,7 +94,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--after", action="store_true", help="judge the disk of --resets after the reset, by a copy of what the witness got")
     add("--plant", default="", help=argparse.SUPPRESS)  # MODULE:FUNCTION, a mistake of the trainers
     add("--cuts", type=int, metavar="N", help="cuts of a round at drawn moments, beside those at each flush (default: before each "
-        "flush three, with all, some, and some and one in part of the writes that were not flushed)")  # fmt: skip
+        "flush three, with the first, some, and some and one in part of the writes that were not flushed)")  # fmt: skip
     add("--faults", action="store_true", help="make each system call of scripts of saves, recoveries and loads fail with each "
         "error, once")  # fmt: skip
     add("--kills", action="store_true", help="kill trainers, workers, recoveries and readers of these scripts at each call")
