@@ -77,6 +77,14 @@ def recover(
     report = _native.recover(
         path, wait_for_orphans, promote, clean_up, silence_without_locks, age_without_locks
     )
+    with of_system(f"recover {path}"):  # what no step below says more of
+        _settle_dcp(path, report, wait_for_orphans, promote, clean_up, age_without_locks)
+    return report
+
+
+def _settle_dcp(path: str, report: dict[str, Any], wait_for_orphans: float, promote: bool, clean_up: bool,
+                age_without_locks: float) -> None:  # fmt: skip
+    """Recovers DCP's directories and copies of a drain, and adds them to the report."""
     for name, to in _dcp_directories.settle_copies(path, promote, clean_up).items():
         report["kept_incomplete"] = [why for why in report["kept_incomplete"] if not why.startswith(f"{name}: ")]
         report["promoted"] += [] if _names.kind_of(to) else [to]
@@ -110,4 +118,3 @@ def recover(
         complete, damaged = _dcp_directories.list_complete(path)
         report["complete"] = sorted([*report["complete"], *complete], key=_dcp_directories.age_of_listed)
         report["kept_incomplete"] += damaged
-    return report

@@ -17,6 +17,7 @@ import torch
 import holdfast
 import holdfast.dcp
 from holdfast import _dcp_directories
+from holdfast.dcp import recovery
 
 
 def test_a_directory_that_cannot_be_locked_or_looked_at_is_an_error_of_the_package(
@@ -34,6 +35,20 @@ def test_a_directory_that_cannot_be_locked_or_looked_at_is_an_error_of_the_packa
     with pytest.raises(BaseException, match=r"look for an older checkpoint: .*\[UNAVAILABLE\]"):  # the framework's, around it
         holdfast.dcp.async_save({"x": torch.zeros(3)}, checkpoint_id=tmp_path / "a", storage_writer=holdfast.dcp.StorageWriter(
             tmp_path / "a", overwrite=False)).result()  # fmt: skip
+
+
+def test_a_recovery_says_of_which_save_it_could_not_make_the_name_durable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    holdfast.dcp.save({"x": torch.zeros(3)}, checkpoint_id=tmp_path / "step-1")
+    (tmp_path / "step-1/.metadata").unlink()
+
+    def refuse(_: Any) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(recovery, "sync_directory", refuse)
+    assert holdfast.dcp.recover(tmp_path / "step-1") == []
+    monkeypatch.setattr(recovery, "_candidates", refuse)  # a step that says nothing of its own
+    with pytest.raises(holdfast.Error, match=r"recover .*step-1: Read-only file system"):
+        holdfast.dcp.recover(tmp_path / "step-1")
 
 
 def test_a_name_that_cannot_be_looked_at_is_not_taken_and_leaves_no_descriptor(

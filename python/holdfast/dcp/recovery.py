@@ -51,8 +51,13 @@ def recover(path: str | os.PathLike[str], wait_for_orphans: float = 30.0) -> lis
     """
     _arguments.check_seconds("recover", wait_for_orphans=wait_for_orphans)
     directory = Path(directories.absolute_path(directories.local_path(path, "recover"), "recover"))
-    _wait_for_workers(directory, wait_for_orphans)
-    end = time.monotonic() + wait_for_orphans
+    with of_system(f"recover {directory}"):  # what no step below says more of
+        _wait_for_workers(directory, wait_for_orphans)
+        return _complete(directory, time.monotonic() + wait_for_orphans)
+
+
+def _complete(directory: Path, end: float) -> list[str]:
+    """Commits what all ranks have written; returns the names of the metadata files."""
     committed: list[str] = []
     for attempt, manifests in _candidates(directory):
         try:
@@ -142,7 +147,8 @@ def _commit(directory: Path, attempt: str, manifests: list[str], committed: list
     writer.adopt(attempt, name)
     files = [part.file for part in parts]
     writer.complete(assemble(parts, plans, str(directory)), len(parts), files, deletes=False, lock_end=end)
-    sync_directory(directory.parent)
+    with of_system(f"recover {directory}: make its name durable"):
+        sync_directory(directory.parent)
     return name
 
 
