@@ -72,11 +72,13 @@ def test_calls_are_counted_and_answered(tmp_path: Path) -> None:
     assert result == [20_000, "EIO", 20_000]
     assert [f["act"] for f in injector.fired] == ["EIO"]
     path.unlink()
-    short = [Injection(Step("trainer 0", call, 1), "short") for call in ("write", "pread64")]
-    result, _, _ = run(path, *short)
-    assert result[:2] == [8192, None] and result[2] == 8192
-    assert path.read_bytes() == b"x" * 8192
-    path.unlink()
+    for act, part in (("short", 8192), ("odd", 9999), ("none", 0)):
+        short = [Injection(Step("trainer 0", call, 1), act) for call in ("write", "pread64")]
+        result, _, _ = run(path, *short)
+        # Half of the bytes that are asked for.
+        assert result == [part, None, part], act
+        assert path.read_bytes() == b"x" * part
+        path.unlink()
     result, status, _ = run(path, Injection(Step("trainer 0", "fsync", 1), "kill"))
     assert (result, status) == (None, -9)
     assert path.read_bytes() == b"x" * 20_000
@@ -126,7 +128,7 @@ def crashes(*_: Any) -> None:
     os._exit(3)
 
 
-@pytest.mark.parametrize("script", ["file/fork/pwrite", "recovery/0/pwrite", "reading/spawn/pwrite", "drain/holdfast/pwrite"])
+@pytest.mark.parametrize("script", ["file/fork/pwrite", "recovery/save_async-0/pwrite", "reading/spawn/pwrite", "drain/holdfast/pwrite"])
 def test_a_kill_that_was_not_made_excuses_nothing(script: str, bench: steps.Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     never = Injection(Step("worker", "fsync", 999), "kill")
     done = bench.run(script, (never,))

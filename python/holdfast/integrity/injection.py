@@ -42,7 +42,8 @@ _OF_PATHS = (errno.EACCES, errno.EIO, errno.ENOMEM, errno.ESTALE)
 _OF_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS)
 _OF_FDS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 _OF_RINGS = (errno.ENOMEM, errno.EPERM, errno.EAGAIN)
-SHORT = "short"  # half of the bytes
+# Transfers of half of the bytes in whole pages, of an odd number of bytes, and of none.
+SHORT = ("short", "odd", "none")
 # The number of each call on x86-64, and the errors that it can return where its arguments are sound.
 CALLS: dict[str, tuple[int, tuple[int, ...]]] = {
     "read": (0, (errno.EIO, errno.EINTR, errno.ESTALE)),
@@ -65,7 +66,7 @@ CALLS: dict[str, tuple[int, tuple[int, ...]]] = {
     "fsync": (74, (errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EINTR)),
     "ftruncate": (77, (*_OF_SPACE, errno.EFBIG, errno.EINTR)),
     "rename": (82, (*_OF_PATHS, errno.ENOSPC, errno.EROFS)),
-    "mkdir": (83, (*_OF_PATHS, errno.ENOSPC, errno.EDQUOT, errno.EROFS)),
+    "mkdir": (83, (*_OF_PATHS, errno.EEXIST, errno.ENOSPC, errno.EDQUOT, errno.EROFS)),
     "rmdir": (84, (*_OF_PATHS, errno.EBUSY, errno.EROFS)),
     "unlink": (87, (*_OF_PATHS, errno.EBUSY, errno.EROFS)),
     "fstatfs": (138, (errno.EIO, errno.ENOSYS, errno.EINTR)),
@@ -75,7 +76,7 @@ CALLS: dict[str, tuple[int, tuple[int, ...]]] = {
     "waitid": (247, (errno.EINTR,)),
     "ioprio_set": (251, (errno.EPERM,)),
     "openat": (257, (*_OF_PATHS, *_OF_FDS, errno.ENOSPC, errno.EROFS, errno.EINTR)),
-    "mkdirat": (258, (*_OF_PATHS, errno.ENOSPC, errno.EDQUOT, errno.EROFS)),
+    "mkdirat": (258, (*_OF_PATHS, errno.EEXIST, errno.ENOSPC, errno.EDQUOT, errno.EROFS)),
     "newfstatat": (262, _OF_PATHS),
     "unlinkat": (263, (*_OF_PATHS, errno.EBUSY, errno.EROFS)),
     "readlinkat": (267, _OF_PATHS),
@@ -84,7 +85,7 @@ CALLS: dict[str, tuple[int, tuple[int, ...]]] = {
     "fallocate": (285, (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EOPNOTSUPP, errno.EINTR)),
     "eventfd2": (290, _OF_FDS),
     "prlimit64": (302, (errno.EPERM,)),
-    "renameat2": (316, (*_OF_PATHS, errno.ENOSPC, errno.EROFS, errno.EINVAL)),
+    "renameat2": (316, (*_OF_PATHS, errno.EEXIST, errno.ENOSPC, errno.EROFS, errno.EINVAL)),
     "memfd_create": (319, _OF_FDS),
     "statx": (332, (*_OF_PATHS, errno.ENOSYS)),
     "io_uring_setup": (425, (*_OF_RINGS, errno.EMFILE, errno.ENOSYS)),
@@ -227,7 +228,7 @@ class Injection:
 
     Attributes:
         step: at which.
-        act: an error's name, ``"short"``, ``"kill"``, or ``"kill-all"``: the trainers, too.
+        act: an error's name, one of ``SHORT``, ``"kill"``, or ``"kill-all"``: the trainers, too.
     """
 
     step: Step
@@ -325,15 +326,15 @@ class Injector:
             act = self._decide(tid, _NAMES[number], arguments)
             if isinstance(act, int):
                 value, error, flags = 0, -act, 0
-            elif act == SHORT:
-                value, error, flags = _half(tid, _NAMES[number], arguments), 0, 0
+            elif act in SHORT:
+                value, flags = _part(tid, _NAMES[number], arguments, act), 0
                 if value < 0:
                     value, flags = 0, _CONTINUE
         with contextlib.suppress(OSError):
             fcntl.ioctl(listener, _SEND, bytearray(_ANSWER.pack(id_, value, error, flags)), True)
 
     def _decide(self, tid: int, call: str, arguments: list[int]) -> int | str | None:
-        """An errno, "short", or None to let the call go on."""
+        """An errno, one of `SHORT`, or None to let the call go on."""
         if self._is_done or (not self._counting and call != "openat"):
             return None
         path = _path(tid, call, arguments)
@@ -357,7 +358,7 @@ class Injector:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(each, signal.SIGKILL)
             return None
-        return SHORT if act == SHORT else int(getattr(errno, act))
+        return act if act in SHORT else int(getattr(errno, act))
 
     def _see(self, name: str) -> None:
         if name == self.first:
@@ -430,21 +431,29 @@ def _text(tid: int, address: int) -> str:
     return text.partition(b"\0")[0].decode(errors="replace")
 
 
-def _half(tid: int, call: str, arguments: list[int]) -> int:
-    """Does half of a transfer in the caller's place; -1 where there is no half."""
-    fd, address, count, offset = arguments[:4]
-    half = count // 2 // 4096 * 4096 or count // 2
-    if not half:
-        return -1
+def _open_as(tid: int, fd: int, call: str) -> int:
+    """A descriptor of a caller's file: for a transfer at an offset without O_DIRECT, which refuses odd sizes; else with its position."""
+    if call in ("pwrite64", "pread64"):
+        return os.open(f"/proc/{tid}/fd/{fd}", (os.O_WRONLY if call == "pwrite64" else os.O_RDONLY) | os.O_CLOEXEC)
     pidfd = os.pidfd_open(_process(tid))
     try:
-        copy = ctypes.CDLL(None, use_errno=True).syscall(438, pidfd, ctypes.c_int(fd).value, 0)  # pidfd_getfd
+        copy: int = ctypes.CDLL(None, use_errno=True).syscall(438, pidfd, fd, 0)  # pidfd_getfd
+        return copy
     finally:
         os.close(pidfd)
+
+
+def _part(tid: int, call: str, arguments: list[int], act: str) -> int:
+    """Does a part of a transfer in the caller's place; -1 where there is no such part."""
+    fd, address, count, offset = arguments[:4]
+    if act == "none" or count < 2:
+        return 0 if count >= 2 else -1
+    part = (count // 2 - 1) | 1 if act == "odd" else count // 2 // 4096 * 4096 or count // 2
+    copy = _open_as(tid, ctypes.c_int(fd).value, call)
     if copy < 0:
         return -1
     try:
-        with mmap.mmap(-1, half) as room, open(f"/proc/{tid}/mem", "r+b", buffering=0) as memory:
+        with mmap.mmap(-1, part) as room, open(f"/proc/{tid}/mem", "r+b", buffering=0) as memory:
             if "write" in call:
                 os.preadv(memory.fileno(), [room], address)
                 return os.pwrite(copy, room, offset) if call == "pwrite64" else os.write(copy, room)

@@ -31,7 +31,8 @@ from holdfast.integrity.injection import Injection, Injector, Step
 SPEC = {"tensors": 4, "bytes": 120_000, "wide": False, "objects": True}
 _WAIT = {"do": "wait"}
 _TURN = 8  # runs of a script before the next has its turn
-_LEAVE_RUNS = 4  # kinds of crashed directories, from which recoveries begin
+# Crashed directories, from which recoveries begin: of each way to save, some.
+_LEFT = [f"{door}-{i}" for door in ("save_async", "dcp", "save_file") for i in range(4)]
 # Scripts of saves: door, ranks, and further entries of their round.
 _SAVES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "save": ("save_async", 1, {"read_back": True}),
@@ -55,7 +56,7 @@ def scripts(names: tuple[str, ...] = ()) -> list[str]:
     found = []
     for name in names or NAMES:
         if name in ("recovery", "reading", "dcp-reading"):
-            found += [f"{name}/spawn/pwrite"] if name != "recovery" else [f"{name}/{i}/pwrite" for i in range(_LEAVE_RUNS)]
+            found += [f"{name}/spawn/pwrite"] if name != "recovery" else [f"{name}/{left}/pwrite" for left in _LEFT]
         elif name == "drain":
             found += [f"{name}/{format_}/pwrite" for format_ in draining.FORMATS]
         else:
@@ -236,9 +237,9 @@ class Bench:
     def _leave(self, script: str, directory: str) -> judge.Judge:
         """Makes the checkpoints that recoveries and readers begin with, and for a recovery the remains of crashes."""
         name, variant, _ = script.split("/")
-        of = "dcp/spawn/pwrite" if name == "dcp-reading" else "replace/spawn/pwrite"
-        round_ = _round(of, kill=name == "recovery")
-        round_ |= {"one_name": False, "keep_last": 0}
+        round_ = _round("dcp/spawn/pwrite" if name == "dcp-reading" else "replace/spawn/pwrite", kill=name == "recovery")
+        round_ |= {"one_name": False, "keep_last": 0} | ({"door": variant.partition("-")[0]} if name == "recovery" else {})
+        crashes = _CRASHES_OF_DCP if round_["door"] == "dcp" else _CRASHES
         saves = [a for life in round_["lives"] for a in life if a["do"] == "save"]
         if name != "recovery":
             round_["lives"] = [[saves[0], _WAIT, saves[1], _WAIT]]
@@ -251,7 +252,7 @@ class Bench:
         made = judge.Judge(round_, directory)
         choose = random.Random(variant)
         for life, actions in enumerate(round_["lives"]):
-            crash = Injection(Step("worker", *choose.choice(_CRASHES)), "kill-all")
+            crash = Injection(Step(*choose.choice(crashes)), "kill-all")
             injector = Injector(directory, (crash,) if name == "recovery" and life else (), f"call {life + 1}")
             orphans = processes.Orphans()
             trainers = jobs.Life(round_, life, directory, scratch, injector=injector)
@@ -264,10 +265,11 @@ class Bench:
 
 
 # Where a worker dies together with its trainer, so that a recovery has something to do.
-_CRASHES = (
+_CRASHES = tuple(("worker", call, n) for call, n in (
     ("pwrite64", 1), ("fsync", 1), ("renameat2", 1), ("renameat2", 2), ("renameat2", 3), ("renameat2", 4), ("fsync", 3),
     ("fsync", 4), ("fsync", 5), ("unlinkat", 1), ("unlinkat", 2),
-)  # fmt: skip
+))  # fmt: skip
+_CRASHES_OF_DCP = (*_CRASHES[:2], ("worker", "renameat2", 1), *(("trainer 0", call, n) for call in ("fsync", "rename") for n in (1, 2)))
 
 
 # Errors for which no checkpoint may look absent; with other errors the log names the checkpoints that are passed over.
@@ -409,7 +411,7 @@ def acts(step: Step, faults: bool, kills: bool) -> list[str]:
     """The faults and kills of a step."""
     found = [injection.name_of(number) for number in injection.CALLS[step.call][1]] if faults else []
     if faults and step.call in injection.SHORTENED:
-        found.append(injection.SHORT)
+        found += injection.SHORT
     return found + (["kill"] if kills else [])
 
 
@@ -555,7 +557,7 @@ class Campaign:
         self.counts[f"runs {script.split('/')[0]}"] += 1
         for fired in run.fired:
             step, act = fired["step"], fired["act"]
-            self.counts["kills" if act == "kill" else "short results" if act == injection.SHORT else "errors"] += 1
+            self.counts["kills" if act == "kill" else "short results" if act in injection.SHORT else "errors"] += 1
             self.counts[f"call {step.call}"] += 1
             if (launcher := script.split("/")[1]) in schedule.LAUNCHERS:
                 self.counts[f"launcher {launcher}"] += 1
