@@ -118,7 +118,8 @@ absl::Status RemoveCompanions(int directory, const FileSave& save) {
         Unlink(directory, NameOf(save.file, save.attempt, CompanionKind::kManifest)));
     // A manifest without a temporary file belongs to a committed save. No crash may leave such a
     // manifest.
-    if (save.has_temporary) HOLDFAST_RETURN_IF_ERROR(SyncDirectory(directory, save.file));
+    if (save.has_temporary)
+      HOLDFAST_RETURN_IF_ERROR(SyncDirectory(directory, absl::StrCat("of ", save.file)));
   }
   HOLDFAST_RETURN_IF_ERROR(
       Unlink(directory, NameOf(save.file, save.attempt, CompanionKind::kManifestTemporary)));

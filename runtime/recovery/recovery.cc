@@ -422,23 +422,28 @@ Inspection Recovery::InspectName(const std::string& checkpoint) const {
   return directory.ok() ? directory::Inspect(directory->get()) : Inspection{};
 }
 
+absl::StatusOr<RecoveryReport> RecoverIn(const std::string& directory,
+                                         const RecoveryOptions& options) {
+  HOLDFAST_ASSIGN_OR_RETURN(const base::UniqueFd parent,
+                            directory::OpenDirectory(absl::StrCat(directory, "/.")));
+  HOLDFAST_ASSIGN_OR_RETURN(const auto file_system, directory::IdentifyFileSystem(parent.get()));
+  HOLDFAST_RETURN_IF_ERROR(
+      AwaitSingleFiles(parent.get(), directory, base::Now() + options.wait_for_orphans));
+  // Ranks of one job recover at the same time. A recovery must not take another recovery's lock
+  // during a removal for an orphan's.
+  HOLDFAST_RETURN_IF_ERROR(
+      directory::TakeTurn(parent.get(), directory, LongestWait(options) + kTurnMax));
+  return Recovery(parent.get(), directory, file_system, options).Run();
+}
+
 }  // namespace
 }  // namespace recovery
 
 absl::StatusOr<RecoveryReport> Recover(const std::string& directory,
                                        const RecoveryOptions& options) {
-  auto parent = directory::OpenDirectory(absl::StrCat(directory, "/."));
-  if (!parent.ok()) return base::Annotate(parent.status(), absl::StrCat("recover ", directory));
-  auto file_system = directory::IdentifyFileSystem(parent->get());
-  if (!file_system.ok()) return base::Annotate(file_system.status(), directory);
-  HOLDFAST_RETURN_IF_ERROR(
-      recovery::AwaitSingleFiles(parent->get(), directory, base::Now() + options.wait_for_orphans));
-  // Ranks of one job recover at the same time. A recovery must not take another recovery's lock
-  // during a removal for an orphan's.
-  HOLDFAST_RETURN_IF_ERROR(directory::TakeTurn(
-      parent->get(), directory, recovery::LongestWait(options) + recovery::kTurnMax));
-  recovery::Recovery recovery(parent->get(), directory, *file_system, options);
-  return recovery.Run();
+  auto report = recovery::RecoverIn(directory, options);
+  if (!report.ok()) return base::Annotate(report.status(), absl::StrCat("recover ", directory));
+  return report;
 }
 
 absl::Status RemoveCheckpoint(const std::string& path, const AttemptId& attempt) {

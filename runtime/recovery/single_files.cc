@@ -129,12 +129,12 @@ class Settling {
                                       " has changed since; remove one of the two"));
     }
     // The manifest's rename may not be durable yet.
-    HOLDFAST_RETURN_IF_ERROR(directory::SyncDirectory(parent_, save->file));
+    HOLDFAST_RETURN_IF_ERROR(directory::SyncDirectory(parent_, absl::StrCat("of ", save->file)));
     if (sys::Sys().renameat2(parent_, name.c_str(), parent_, save->file.c_str(), 0) != 0)
       return Keep(*save, base::ErrnoStatus("rename", name, errno).message());
     save->has_temporary = false;
     report_->promoted.push_back(save->file);
-    return directory::SyncDirectory(parent_, save->file);
+    return directory::SyncDirectory(parent_, absl::StrCat("of ", save->file));
   }
 
   /// True when a save that began later has committed.
