@@ -33,14 +33,17 @@ def read_whole(path: str | os.PathLike[str], operation: str, bytes_max: int, fla
     """Bytes and status of a regular file.
 
     Raises:
-        Error: DATA_LOSS for anything else, and for a file that is longer than it may be.
+        Error: DATA_LOSS for anything else, for a file that is longer than it may be, and for one that ends early.
         OSError: of the system.
     """
     with open(open_to_read(path, operation, flags), "rb") as file:
         status = os.fstat(file.fileno())
         if status.st_size > bytes_max:
             raise too_large(f"{operation} {os.fspath(path)}", status.st_size, bytes_max)
-        return file.read(status.st_size), status
+        data = file.read(status.st_size)
+        if len(data) < status.st_size:
+            raise Error("DATA_LOSS", f"{operation} {os.fspath(path)}: it ends after {len(data)} of {status.st_size} bytes")
+        return data, status
 
 
 def too_large(operation: str, nbytes: int, bytes_max: int) -> Error:

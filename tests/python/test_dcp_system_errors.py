@@ -16,7 +16,7 @@ import torch
 
 import holdfast
 import holdfast.dcp
-from holdfast import _dcp_directories
+from holdfast import _dcp_directories, _regular
 from holdfast.dcp import recovery
 
 
@@ -49,6 +49,22 @@ def test_a_recovery_says_of_which_save_it_could_not_make_the_name_durable(tmp_pa
     monkeypatch.setattr(recovery, "_candidates", refuse)  # a step that says nothing of its own
     with pytest.raises(holdfast.Error, match=r"recover .*step-1: Read-only file system"):
         holdfast.dcp.recover(tmp_path / "step-1")
+
+
+def test_a_record_that_ends_early_is_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where the file becomes shorter while it is read, or a network file system has an old size."""
+    holdfast.dcp.save({"x": torch.zeros(3)}, checkpoint_id=tmp_path / "step-1")
+    open_to_read = _regular.open_to_read
+
+    def at_its_end(path: Any, *given: Any) -> int:
+        fd = open_to_read(path, *given)
+        if "holdfast.commit-" in os.fspath(path):
+            os.lseek(fd, 0, os.SEEK_END)
+        return fd
+
+    monkeypatch.setattr(_regular, "open_to_read", at_its_end)
+    with pytest.raises(holdfast.Error, match=r"holdfast.commit-.*: it ends after 0 of \d+ bytes .*\[DATA_LOSS\]"):
+        _dcp_directories.look(str(tmp_path / "step-1"))
 
 
 def test_a_name_that_cannot_be_looked_at_is_not_taken_and_leaves_no_descriptor(
