@@ -367,6 +367,19 @@ def loses_a_copy() -> None:
     slow_device.SlowDevice.copy_to_host = copy  # type: ignore[method-assign]
 
 
+def takes_a_lost_copy() -> None:
+    """A copy that has failed counts as done."""
+    real = slow_device.SlowDevice.is_done
+
+    def is_done(self: Any, ticket: int) -> bool:
+        try:
+            return real(self, ticket)
+        except RuntimeError:
+            return True
+
+    slow_device.SlowDevice.is_done = is_done  # type: ignore[method-assign]
+
+
 def copies_after_the_training_goes_on() -> None:
     """A stream that is made to wait for copies does not."""
     slow_device.SlowDevice.make_stream_wait = lambda self, stream: None  # type: ignore[method-assign]

@@ -165,6 +165,7 @@ PLANTED: dict[str, tuple[dict[str, Any], str]] = {
     "kills_its_trainer": (made(save(1)), "v"),
     "terminates_its_trainer": (made(save(1)), "v"),
     "loses_a_copy": (made(save(1), device="stand-in"), "ii"),
+    "takes_a_lost_copy": (made(save(1, event=event("lose-copy")["event"]), device="stand-in"), "ii"),
     "copies_after_the_training_goes_on": (made(save(1), device="stand-in"), "ii"),
     "NEWEST_BY_STEP": (made(save(2), WAIT, save(1)), "iii"),
     "VERIFY_IS_BLIND": (made(save(1), corruptions=FLIP), "i"),

@@ -23,7 +23,7 @@ def lines(*told: Told) -> list[dict[str, Any]]:
     for second, what, number, rank, value in told:
         line: dict[str, Any] = {"event": what, "n": number, "rank": rank, "job": number // schedule.SAVES_OF_JOB, "at": second * SECOND}
         if what == "fired":
-            line |= {"kind": value, "phase": "writing"}
+            line |= {"kind": value, "phase": "call" if value in schedule.LIMITS else "writing"}
         elif what in ("failed", "refused"):
             code, _, message = value.partition(": ")
             line["errors"] = [{"rank": "", "type": "Error", "ours": True, "code": code, "errno": 0, "message": f"/run: {message}"}]

@@ -4,12 +4,14 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <chrono>
 #include <csignal>
 #include <cstdlib>
 #include <ctime>
 #include <filesystem>
 #include <fstream>
+#include <iterator>
 
 #include "absl/strings/match.h"
 #include "absl/strings/numbers.h"
@@ -74,10 +76,35 @@ std::vector<int> Children() {
   return children;
 }
 
-uint64_t AddressSpaceBytes() {
+uint64_t AddressSpaceBytes(const std::string& process) {
   uint64_t pages = 0;
-  std::ifstream("/proc/self/statm") >> pages;
+  std::ifstream(absl::StrCat(process, "/statm")) >> pages;
   return pages * static_cast<uint64_t>(sysconf(_SC_PAGESIZE));
+}
+
+bool IsLimit(const Event& event) { return absl::StartsWith(event.kind, "limit-"); }
+bool IsChange(const Event& event) { return absl::StartsWith(event.kind, "change-"); }
+
+/// True for events inside of the call, false for events at a phase of the save.
+bool IsOfCall(const Event& event) {
+  return event.kind == "kill-in-call" || event.kind == "lose-copy" ||
+         ((IsChange(event) || IsLimit(event)) && !event.in_flight);
+}
+
+__rlimit_resource ResourceOf(const Event& event) {
+  if (event.kind == "limit-files") return RLIMIT_NOFILE;
+  return event.kind == "limit-memory" ? RLIMIT_AS : RLIMIT_FSIZE;
+}
+
+rlim_t LimitOf(const Event& event, int pid) {
+  const std::string process = pid == 0 ? "/proc/self" : absl::StrCat("/proc/", pid);
+  if (event.kind == "limit-memory") return AddressSpaceBytes(process) + event.bytes;
+  rlim_t value = event.bytes;
+  if (event.kind == "limit-files") {
+    for (const int fd : NumbersIn(process + "/fd"))
+      value = std::max(value, static_cast<rlim_t>(fd) + 1);
+  }
+  return value;
 }
 
 /// A foreign fork: the child uses its memory, and ends. The memory is less than a limit of another
@@ -139,58 +166,68 @@ void Events::Fired(uint64_t number, const Event& event, const std::string& phase
   });
 }
 
+Limit::Limit(const Event& event, const std::vector<int>& pids) : resource_(ResourceOf(event)) {
+  for (const int pid : pids) processes_.push_back({.pid = pid, .less = LimitOf(event, pid)});
+}
+
+void Limit::Begin() {
+  for (Process& process : processes_) {
+    rlimit before{};
+    if (prlimit(process.pid, resource_, nullptr, &before) != 0) continue;
+    const rlimit less{.rlim_cur = process.less, .rlim_max = before.rlim_max};
+    if (prlimit(process.pid, resource_, &less, nullptr) == 0) process.before = before;
+  }
+}
+
+Limit::~Limit() {
+  for (const Process& process : processes_)
+    if (process.before.has_value()) prlimit(process.pid, resource_, &*process.before, nullptr);
+}
+
 void Events::BeginCall(uint64_t number, const Event& event) {
-  if (event.kind == "change-sealed" || event.kind == "change-and-restore") {
+  if (event.in_flight) {
+    const std::lock_guard lock(sealed_mutex_);
+    keeps_sealed_ = IsChange(event);
+  } else if (IsChange(event)) {
     changing_ = event;
     change_ = number;
   } else if (event.kind == "kill-in-call") {
-    threads_.emplace_back([this, number, event] {
+    // The save of the call has no handle yet: in flight is the one before.
+    threads_.emplace_back([this, number, event, last = last_] {
       Sleep(event.seconds / 10);
-      Fired(number, event, "call");
+      const std::string before = last.has_value() ? last->progress().phase : "done";
+      Fired(number, event, HasEnded(before) ? "call" : before);
       StrikeTrainer(event);
     });
-  } else if (absl::StartsWith(event.kind, "limit-")) {
-    uint64_t value = event.bytes;
+  } else if (IsLimit(event)) {
     std::vector<int> pids = {0};
-    if (event.kind == "limit-files") {
-      limited_ = RLIMIT_NOFILE;
-      for (const int fd : NumbersIn("/proc/self/fd"))
-        value = std::max<uint64_t>(value, static_cast<uint64_t>(fd) + 1);
-    } else if (event.kind == "limit-memory") {
-      limited_ = RLIMIT_AS;
-      value += AddressSpaceBytes();
-    } else {
-      limited_ = RLIMIT_FSIZE;
+    if (event.kind == "limit-size")
       for (const int child : Children()) pids.push_back(child);
-    }
+    limit_.emplace(event, pids);
     // Before the limit: telling may need what is limited.
     Fired(number, event, "call");
-    limits_.reserve(pids.size());
-    for (const int pid : pids) {
-      Limit limit{.pid = pid};
-      const auto resource = static_cast<__rlimit_resource>(limited_);
-      if (prlimit(pid, resource, nullptr, &limit.before) != 0) continue;
-      const rlimit less{.rlim_cur = value, .rlim_max = limit.before.rlim_max};
-      if (prlimit(pid, resource, &less, nullptr) == 0) limits_.push_back(limit);
-    }
+    limit_->Begin();
   }
 }
 
 void Events::EndCall() {
-  if (limits_.empty()) return;
-  if (limited_ != RLIMIT_NOFILE) Sleep(0.05);  // the worker starts
-  for (const Limit& limit : limits_)
-    prlimit(limit.pid, static_cast<__rlimit_resource>(limited_), &limit.before, nullptr);
-  limits_.clear();
+  if (limiting_.joinable()) limiting_.join();
+  if (!limit_.has_value()) return;
+  if (!limit_->IsOfFiles()) Sleep(0.05);  // the worker starts
+  limit_.reset();
 }
 
 void Events::EndSave() {
   change_ = 0;
   Join();
+  const std::lock_guard lock(sealed_mutex_);
+  keeps_sealed_ = false;
+  sealed_.clear();
 }
 
 void Events::Sealed(const SealedExtent& extent) {
   if (extent.bytes == 0) return;
+  if (const std::lock_guard lock(sealed_mutex_); keeps_sealed_) sealed_.push_back(extent);
   const uint64_t number = change_.exchange(0);
   if (number == 0) return;
   volatile char* const place = static_cast<char*>(extent.memory) + extent.bytes / 2;
@@ -205,11 +242,40 @@ void Events::Sealed(const SealedExtent& extent) {
   });
 }
 
-void Events::Watch(uint64_t number, const Event& event, const SaveHandle& save) {
-  if (event.kind == "kill-in-call" || absl::StartsWith(event.kind, "change-") ||
-      absl::StartsWith(event.kind, "limit-"))
-    return;
-  threads_.emplace_back([this, number, event, save] {
+void Events::Released(const void* memory, uint64_t bytes) {
+  const char* const begin = static_cast<const char*>(memory);
+  const std::lock_guard lock(sealed_mutex_);
+  sealed_.remove_if([begin, bytes](const SealedExtent& extent) {
+    const char* const at = static_cast<const char*>(extent.memory);
+    return at >= begin && at < begin + bytes;
+  });
+}
+
+void Events::ChangeSealed(uint64_t number, const Event& event, const std::string& phase) {
+  std::unique_lock lock(sealed_mutex_);
+  if (sealed_.empty()) return;
+  const SealedExtent changed = *std::next(
+      sealed_.begin(), static_cast<ptrdiff_t>(static_cast<double>(sealed_.size()) * event.place));
+  volatile char* const place = static_cast<char*>(changed.memory) + changed.bytes / 2;
+  const char old = *place;
+  *place = static_cast<char>(old ^ 0x10);
+  lock.unlock();
+  Fired(number, event, phase);
+  if (event.kind == "change-sealed") return;
+  Sleep(event.seconds);
+  lock.lock();
+  // Memory that was released may have been sealed again.
+  if (std::any_of(sealed_.begin(), sealed_.end(), [&changed](const SealedExtent& extent) {
+        return extent.file == changed.file && extent.file_offset == changed.file_offset;
+      }))
+    *place = old;
+}
+
+void Events::Watch(uint64_t number, const std::optional<Event>& given, const SaveHandle& save) {
+  last_ = save;
+  if (!given.has_value() || IsOfCall(*given)) return;
+  std::thread& waiting = IsLimit(*given) ? limiting_ : threads_.emplace_back();
+  waiting = std::thread([this, number, event = *given, save] {
     while (true) {
       const SaveProgress now = WithMemory([&] { return save.progress(); });
       if (IsMoment(event, now)) return Strike(number, event, save, now.phase);
@@ -224,6 +290,15 @@ void Events::Strike(uint64_t number, const Event& event, const SaveHandle& save,
   if (event.phase == "later") {
     Sleep(event.seconds);
     phase = WithMemory([&] { return save.progress().phase; });
+  }
+  if (IsChange(event)) return ChangeSealed(number, event, phase);
+  if (IsLimit(event)) {
+    std::vector<int> pids = Children();
+    pids.push_back(0);
+    Limit limit(event, pids);
+    Fired(number, event, phase);
+    limit.Begin();
+    return Sleep(event.seconds);
   }
   pid_t worker = IsOfWorker(event.kind) ? save.worker_pid() : 0;
   if (worker == getpid()) worker = 0;

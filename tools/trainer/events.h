@@ -8,9 +8,11 @@
 #include <chrono>
 #include <cstdint>
 #include <functional>
+#include <list>
 #include <mutex>
 #include <new>
 #include <nlohmann/json.hpp>
+#include <optional>
 #include <string>
 #include <thread>
 #include <utility>
@@ -54,6 +56,31 @@ class Teller {
   uint32_t job_ = 0;
 };
 
+/// Limits a resource of some processes, from Begin until its destructor.
+class Limit {
+ public:
+  /// A process may have its present memory and descriptors, and the event's bytes or one descriptor
+  /// more; or no file of more than these bytes.
+  Limit(const Event& event, const std::vector<int>& pids);
+  ~Limit();
+  Limit(const Limit&) = delete;
+  Limit& operator=(const Limit&) = delete;
+
+  /// Takes no memory: the limit may be one of memory.
+  void Begin();
+  bool IsOfFiles() const { return resource_ == RLIMIT_NOFILE; }
+
+ private:
+  struct Process {
+    int pid = 0;
+    rlim_t less = 0;
+    std::optional<rlimit> before{};
+  };
+
+  const __rlimit_resource resource_;
+  std::vector<Process> processes_;
+};
+
 /// The events of one life. A thread waits for the moment of each.
 class Events {
  public:
@@ -66,40 +93,46 @@ class Events {
 
   /// Before the call of a save: limits begin here, and what happens inside of the call.
   void BeginCall(uint64_t number, const Event& event);
-  /// After the call: limits end.
+  /// The save is in flight: waits for the event's moment. Call it within the call's limits.
+  void Watch(uint64_t number, const std::optional<Event>& event, const SaveHandle& save);
+  /// After the call: waits until limits have ended, also those of a moment.
   void EndCall();
-  /// The save is in flight: waits for the event's moment.
-  void Watch(uint64_t number, const Event& event, const SaveHandle& save);
 
   /// The save has ended, or was refused: no later one is changed in its place.
   void EndSave();
 
   /// For CheckpointerOptions::on_sealed.
   void Sealed(const SealedExtent& extent);
+  /// For StagingOptions::on_released.
+  void Released(const void* memory, uint64_t bytes);
+
+  /// Tells that the event happened, in a phase of the save.
+  void Fired(uint64_t number, const Event& event, const std::string& phase);
 
   /// Waits for every event's end.
   void Join();
 
  private:
-  struct Limit {
-    int pid = 0;
-    rlimit before{};
-  };
-
   void Strike(uint64_t number, const Event& event, const SaveHandle& save, std::string phase);
   void StrikeTrainer(const Event& event);
+  /// Changes a bit of sealed memory that the runtime still holds, and with "change-and-restore"
+  /// back.
+  void ChangeSealed(uint64_t number, const Event& event, const std::string& phase);
   /// Waits while the driver lets the kernel kill the process `pid` for lack of memory.
   void RunOutOfMemory(const Event& event, int pid, const std::function<bool()>& is_over);
-  void Fired(uint64_t number, const Event& event, const std::string& phase);
 
   Teller* const teller_;
   const double hung_seconds_;
   const std::function<void(uint64_t number)> on_end_;
   std::vector<std::thread> threads_;
-  std::vector<Limit> limits_;
-  int limited_ = 0;                  // RLIMIT_*
+  std::thread limiting_;             // of a limit that begins at a moment
+  std::optional<Limit> limit_;       // of a call
+  std::optional<SaveHandle> last_;   // the save that was watched last
   std::atomic<uint64_t> change_{0};  // number of the save whose next extent is changed
   Event changing_;
+  std::mutex sealed_mutex_;
+  bool keeps_sealed_ = false;
+  std::list<SealedExtent> sealed_;  // of the save whose memory is changed at a moment
 };
 
 }  // namespace holdfast::trainer

@@ -1,6 +1,7 @@
 #include "tools/trainer/late_device.h"
 
 #include <cstring>
+#include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
@@ -11,7 +12,8 @@ absl::StatusOr<CopyTicket> LateDevice::CopyToHost(void* destination, const void*
                                                   size_t bytes) {
   const std::lock_guard lock(mutex_);
   const std::chrono::microseconds delay(random_() % static_cast<uint64_t>(delay_max_.count() + 1));
-  copies_[++started_] = {destination, source, bytes, Clock::now() + delay};
+  copies_[++started_] = {destination, source, bytes, Clock::now() + delay,
+                         std::exchange(on_next_lost_, nullptr)};
   return started_;
 }
 
@@ -22,24 +24,39 @@ absl::StatusOr<CopyTicket> LateDevice::CopyFromHost(void* destination, const voi
 }
 
 void LateDevice::RunDue(Clock::time_point now) {
-  std::erase_if(copies_, [now](const auto& entry) {
+  std::erase_if(copies_, [this, now](const auto& entry) {
     const Copy& copy = entry.second;
     if (copy.due > now) return false;
-    std::memcpy(copy.destination, copy.source, copy.bytes);
+    if (copy.on_lost != nullptr) {
+      lost_[entry.first] = copy.on_lost;
+    } else {
+      std::memcpy(copy.destination, copy.source, copy.bytes);
+    }
     return true;
   });
 }
 
-absl::StatusOr<bool> LateDevice::IsDone(CopyTicket ticket) {
+void LateDevice::LoseNext(std::function<void()> on_lost) {
   const std::lock_guard lock(mutex_);
+  on_next_lost_ = std::move(on_lost);
+}
+
+absl::StatusOr<bool> LateDevice::IsDone(CopyTicket ticket) {
+  std::unique_lock lock(mutex_);
   RunDue(Clock::now());
-  return !copies_.contains(ticket);
+  const auto lost = lost_.extract(ticket);
+  if (lost.empty()) return !copies_.contains(ticket);
+  lock.unlock();
+  lost.mapped()();
+  return absl::InternalError(absl::StrCat(name(), ": copy ", ticket, " is lost"));
 }
 
 absl::Status LateDevice::Wait(CopyTicket ticket, absl::Duration timeout) {
   const absl::Time end = absl::Now() + timeout;
   while (true) {
-    if (const auto done = IsDone(ticket); *done) return absl::OkStatus();
+    const auto done = IsDone(ticket);
+    if (!done.ok()) return done.status();
+    if (*done) return absl::OkStatus();
     if (absl::Now() >= end)
       return absl::DeadlineExceededError(absl::StrCat(name(), ": copy ", ticket, " goes on"));
     absl::SleepFor(absl::Milliseconds(1));

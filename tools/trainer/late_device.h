@@ -4,6 +4,7 @@
 
 #include <chrono>
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <mutex>
 #include <random>
@@ -37,6 +38,10 @@ class LateDevice final : public Device {
   absl::Status Wait(CopyTicket ticket, absl::Duration timeout) override;
   absl::Status MakeStreamWait(StreamHandle) override;
 
+  /// Loses the copy that is started next: its end is an error, before which `on_lost` is called,
+  /// and no byte was copied. Null: loses none.
+  void LoseNext(std::function<void()> on_lost);
+
  private:
   using Clock = std::chrono::steady_clock;
 
@@ -45,6 +50,7 @@ class LateDevice final : public Device {
     const void* source = nullptr;
     size_t bytes = 0;
     Clock::time_point due;
+    std::function<void()> on_lost;  // null: the copy is not lost
   };
 
   /// Runs what is due. `mutex_` must be held.
@@ -55,6 +61,8 @@ class LateDevice final : public Device {
   const std::chrono::microseconds delay_max_;
   CopyTicket started_ = 0;
   std::map<CopyTicket, Copy> copies_;
+  std::map<CopyTicket, std::function<void()>> lost_;  // which have ended
+  std::function<void()> on_next_lost_;
 };
 
 }  // namespace holdfast::trainer

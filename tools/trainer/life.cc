@@ -90,7 +90,8 @@ class Life {
     CheckpointerOptions options = task_.options;
     options.qos.bytes_per_second_max = rate;
     options.on_sealed = [this](const SealedExtent& extent) { events_.Sealed(extent); };
-    options.staging.on_released = [](void* memory, uint64_t bytes) {
+    options.staging.on_released = [this](void* memory, uint64_t bytes) {
+      events_.Released(memory, bytes);
       std::memset(memory, kReleased, bytes);
     };
     auto made = Checkpointer::Create(options);
@@ -106,9 +107,10 @@ class Life {
   void Save(const Action& action) {
     if (checkpointer_ == nullptr) return;
     const bool changes = action.event && absl::StartsWith(action.event->kind, "change-");
-    // A change hits the extent that is sealed next. The late copies of an earlier save are sealed
-    // before.
-    if (changes || action.rate != rate_) Wait();
+    const bool loses = action.event && action.event->kind == "lose-copy" && device_ != nullptr;
+    // A change hits the extent that is sealed next, and a loss the copy that is started next. Those
+    // of an earlier save come before.
+    if (changes || loses || action.rate != rate_) Wait();
     if (action.rate != rate_ && !Open(action.rate)) return;
     State state(task_.states.at(action.number), pool_, action.number, task_.options.rank,
                 device_.get());
@@ -129,13 +131,15 @@ class Life {
         absl::ResourceExhaustedError(absl::StrCat("save ", action.name, ": no memory"));
     teller_->Tell("call", {{"n", action.number}});
     if (action.event.has_value()) events_.BeginCall(action.number, *action.event);
+    if (loses)
+      device_->LoseNext([this, action] { events_.Fired(action.number, *action.event, "call"); });
     bool has_thrown = false;
     try {
       save = checkpointer_->SaveAsync(request);
     } catch (const std::bad_alloc&) {  // of the limit
       has_thrown = true;
     }
-    if (save.ok() && action.event.has_value()) events_.Watch(action.number, *action.event, *save);
+    if (save.ok()) events_.Watch(action.number, action.event, *save);
     events_.EndCall();
     // A call without a descriptor cannot withdraw its rank either.
     if (!save.ok() && (has_thrown || (action.event && action.event->kind == "limit-files")))
@@ -146,7 +150,7 @@ class Life {
     if (device_ != nullptr) (void)device_->MakeStreamWait(nullptr);
     const bool skipped =
         absl::IsUnavailable(save.status()) && task_.options.when_full == WhenFull::kSkip;
-    if (!save.ok()) events_.EndSave();
+    if (!save.ok()) EndEvents();
     if (!save.ok() && !skipped)
       return teller_->TellFailure("refused", action.number, save.status());
     teller_->Tell("called", {{"n", action.number}, {"skipped", skipped}});
@@ -155,10 +159,15 @@ class Life {
     outcomes_.emplace_back(
         [this, number = action.number, save = *save] { WithMemory([&] { Await(number, save); }); });
     // What is restored lies in memory that the next save may take.
-    if (changes || (action.event && action.event->kind == "limit-size")) {
+    if (changes || loses || (action.event && action.event->kind == "limit-size")) {
       Wait();
-      events_.EndSave();
+      EndEvents();
     }
+  }
+
+  void EndEvents() {
+    if (device_ != nullptr) device_->LoseNext(nullptr);
+    events_.EndSave();
   }
 
   /// Waits as a training does before it changes its tensors: by itself, or on a stream.

@@ -39,7 +39,9 @@ Event ParseEvent(const json& given) {
           .phase = given.at("phase"),
           .share = given.at("share"),
           .seconds = given.at("seconds"),
-          .bytes = given.value("bytes", uint64_t{0})};
+          .place = given.value("place", 0.0),
+          .bytes = given.value("bytes", uint64_t{0}),
+          .in_flight = given.value("in_flight", false)};
 }
 
 AttemptId ParseAttempt(const json& given) { return {.high = given.at(0), .low = given.at(1)}; }

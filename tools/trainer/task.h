@@ -20,7 +20,9 @@ struct Event {
   std::string phase;  ///< "writing", "commit" or "later".
   double share = 0;   ///< Of the bytes that are written when it happens.
   double seconds = 0;
-  uint64_t bytes = 0;  ///< Of a limit.
+  double place = 0;        ///< Of a change in flight: share of the sealed extents before it.
+  uint64_t bytes = 0;      ///< Of a limit.
+  bool in_flight = false;  ///< A limit or a change: at the phase, and not at the call or the seal.
 };
 
 /// A data file of a save whose processes have died.

@@ -109,10 +109,10 @@ def _limits(arguments: argparse.Namespace) -> Any:
     from holdfast.integrity import injection, memory_groups, native, schedule
 
     kinds = tuple(k for k in arguments.events.split(",") if k)
-    unknown = set(kinds) - {*schedule.HARMLESS, *schedule.HARMFUL, *schedule.DEADLY}
+    unknown = set(kinds) - set(schedule.EVENTS)
     if unknown:
         raise ValueError(f"--events: there is no {', '.join(sorted(unknown))}; there is "
-                         + ", ".join((*schedule.HARMLESS, *schedule.HARMFUL, *schedule.DEADLY)))  # fmt: skip
+                         + ", ".join(schedule.EVENTS))  # fmt: skip
     doors = tuple(d for d in arguments.doors.split(",") if d)
     if unknown := set(doors) - set(schedule.DOORS):
         raise ValueError(f"--doors: there is no {', '.join(sorted(unknown))}; there is {', '.join(schedule.DOORS)}")

@@ -60,7 +60,7 @@ def table_of_events(counts: collections.Counter[str]) -> list[str]:
     for kind in kinds:
         row = f"  {kind:<18}"
         for launcher in schedule.LAUNCHERS:
-            has_none = launcher == "thread" and kind in schedule.OF_WORKERS and kind != "kill-both"
+            has_none = launcher == "thread" and kind in {*schedule.OF_WORKERS, schedule.KILL_RECOVER} - {"kill-both"}
             row += "".join(f"{'-' if has_none else cells.get((kind, launcher, rung), 0):>6}" for rung in rungs)
         lines.append(row)
     return lines

@@ -24,6 +24,7 @@ _CODES = {
     "cancel": {"CANCELLED"},
     "change-sealed": {"DATA_LOSS"},
     "change-and-restore": {"DATA_LOSS"},
+    "lose-copy": {"INTERNAL"},
     "limit-size": {"RESOURCE_EXHAUSTED"},
     "limit-files": {"RESOURCE_EXHAUSTED"},
     "disk": {"RESOURCE_EXHAUSTED"},
@@ -47,6 +48,7 @@ class _Event:
     job: int
     rank: int
     at: float
+    phase: str
 
 
 class Excuses:
@@ -68,7 +70,7 @@ class Excuses:
         self._made = made
         called = {line["n"] for line in lines if line["event"] == "call"}
         self._saves = [made[number] for number in sorted(called)]
-        self._events = [_Event(e["kind"], e["job"], e["rank"], e["at"]) for e in lines if e["event"] == "fired"]
+        self._events = [_Event(e["kind"], e["job"], e["rank"], e["at"], e.get("phase", "")) for e in lines if e["event"] == "fired"]
         self._reached = {event: self._reach(event) for event in self._events}
         self._always = {"disk"} if round_["disk"] else set()
         if has_errors:
@@ -95,7 +97,7 @@ class Excuses:
         """
         saves = [m for m in self._saves if m.job == event.job]
         ranks = self.round["ranks"]
-        has_limit = event.kind in schedule.LIMITS and self.round["launcher"] == "persistent"
+        has_limit = event.kind in schedule.LIMITS and event.phase == "call" and self.round["launcher"] == "persistent"
         if has_limit or event.kind in schedule.DEADLY and ranks > 1:
             return {m.number for m in saves}
         reached = {m.number for m in saves if m.began <= event.at}

@@ -46,7 +46,12 @@ def start_server(doors: Collection[str] = ()) -> None:
         "holdfast.integrity.frozen",
     ])  # fmt: skip
     if set(doors) != {schedule.PLAN}:
-        forkserver.ensure_running()
+        ensure_server()
+
+
+def ensure_server() -> None:
+    """Starts the process now, where it is not running."""
+    forkserver.ensure_running()
 
 
 @functools.cache

@@ -115,6 +115,7 @@ class Judge:
         self._restored: set[int] = set()  # saves of whose sealed memory a bit was changed, and changed back
         self._found: dict[str, int] = {}  # numbers of saves by the paths of checkpoints, undamaged
         self._actions = schedule.saves_of(round_)
+        self._rung = round_["engine"]
 
     def blame(self, invariant: str, what: str) -> None:
         self.problems.append({"invariant": invariant, "what": what})
@@ -129,6 +130,12 @@ class Judge:
         except Exception:
             self.blame("i", f"{what}: {traceback.format_exc()}")
 
+    def count_event(self, kind: str, in_flight: bool) -> None:
+        self.counts[f"event {kind}"] += 1
+        if in_flight:
+            self.counts[f"in flight {kind}"] += 1
+            self.counts[f"in flight {kind} x {self.round['launcher']} x {self._rung}"] += 1
+
     # ---- What the trainers of a life told.
 
     def hear(self, lines: list[dict[str, Any]], actions: list[dict[str, Any]], errors: dict[str, int] | None = None) -> None:
@@ -138,7 +145,7 @@ class Judge:
         # Each trainer has a pipe: what one told before the other may have been read after it.
         lines = sorted(lines, key=lambda line: line.get("at", float("inf")))
         to_judge: list[tuple[Made, dict[str, Any]]] = []
-        rung = next((line["engine"] for line in lines if line.get("engine")), "") or self.round["engine"]
+        self._rung = next((line["engine"] for line in lines if line.get("engine")), "") or self.round["engine"]
         missed = collections.Counter((line["job"], line["rank"], line["kind"]) for line in lines if line["event"] == "missed")
         for line in lines:
             event, number = line["event"], line.get("n", 0)
@@ -156,10 +163,7 @@ class Judge:
             elif event == "fired" and missed[of := (line["job"], line["rank"], line["kind"])]:
                 missed[of] -= 1
             elif event == "fired":
-                self.counts[f"event {line['kind']}"] += 1
-                if line["phase"] not in ("call", "sealed", "done", "failed", "cancelled", "queued"):
-                    self.counts[f"in flight {line['kind']}"] += 1
-                    self.counts[f"in flight {line['kind']} x {self.round['launcher']} x {rung}"] += 1
+                self.count_event(line["kind"], line["phase"] not in ("call", "sealed", "done", "failed", "cancelled", "queued"))
             elif event == "moving" and os.path.isdir(line["to"]):
                 self._moved.append(line["to"])
             elif event == "durable" and made:

@@ -8,11 +8,12 @@ import ctypes
 import gc
 import logging
 import os
+import resource
 import signal
 import sys
 import time
 import warnings
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 _PR_GET_CHILD_SUBREAPER = 37
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _KEPT_BYTES = 64 << 20  # the half is the most that glibc takes for the other one
+_LIMITS = {"limit-size": resource.RLIMIT_FSIZE, "limit-files": resource.RLIMIT_NOFILE, "limit-memory": resource.RLIMIT_AS}
 _CLONE_NEWNS = 0x20000
 _MS_BIND, _MS_REC, _MS_SLAVE = 1 << 12, 1 << 14, 1 << 19
 
@@ -136,9 +138,35 @@ def wrong_end(pid: int | None, status: int | None, fine: Collection[int]) -> str
     return "" if status in fine else f"a trainer ended with status {status}, though no event has ended it"
 
 
-def address_space() -> int:
-    """Bytes of this process's address space."""
-    return int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+@contextlib.contextmanager
+def limited(kind: str, more: int, pids: Iterable[int]) -> Iterator[None]:
+    """Limits a resource of processes while it lasts.
+
+    Args:
+        kind: of ``schedule.LIMITS``. A process gets one more descriptor than its last one.
+        more: bytes that a process may allocate, or of the largest file.
+        pids: of the processes; 0 is this one. Those that have ended are left out.
+    """
+    which, before = _LIMITS[kind], {}
+    try:
+        for pid in pids:
+            with contextlib.suppress(OSError):
+                old = resource.prlimit(pid, which)
+                resource.prlimit(pid, which, (_limit(kind, more, f"/proc/{pid or 'self'}"), old[1]))
+                before[pid] = old
+        yield
+    finally:
+        for pid, old in before.items():
+            with contextlib.suppress(OSError):
+                resource.prlimit(pid, which, old)
+
+
+def _limit(kind: str, more: int, process: str) -> int:
+    if kind == "limit-files":
+        return max(map(int, os.listdir(f"{process}/fd"))) + 1
+    if kind == "limit-memory":
+        return int(Path(f"{process}/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE") + more
+    return more
 
 
 def send(pid: int | None, number: signal.Signals) -> None:

@@ -80,6 +80,8 @@ def run(round_: dict[str, Any], directory: str, plant: str = "",
                 before: list[list[int]] = []
                 for life in range(len(round_["lives"])):
                     injector = inject(run_) if inject and life == 0 else None
+                    if round_["kill_recover"] is not None:
+                        jobs.ensure_server()  # which is no orphan
                     orphans = processes.Orphans()
                     trainers = jobs.Life(round_, life, run_, scratch, plant, injector, pool, place.second)
                     before += trainers.before
@@ -138,6 +140,9 @@ def _live(round_: dict[str, Any], life: int, place: places.Place, trainers: jobs
         made.hear(trainers.lines, round_["lives"][life], place.errors)
     if trainers.problem:
         made.blame("v", trainers.problem)
+    early = bool(round_.get("kills_early"))
+    if early:
+        _kill_recovery(round_, made, orphans)
     made.look(thorough=False)  # beside orphans that still write: readers see complete checkpoints alone
     left = orphans.wait(TIME_ORPHANS_MAX)
     if left:
@@ -145,17 +150,24 @@ def _live(round_: dict[str, Any], life: int, place: places.Place, trainers: jobs
     if injector:
         injector.close()
     place.cut()
-    if round_["kill_recover"] is not None and os.path.isdir(made.directory):
-        status = jobs.run_and_kill(judge.recover, (made.directory,), round_["kill_recover"])
-        made.counts["event kill-recover"] += status == -signal.SIGKILL
-        if status not in (0, -signal.SIGKILL):
-            made.blame("v", f"a recovery ended with status {status}")
+    if not early:
+        _kill_recovery(round_, made, orphans)
     last = life == len(round_["lives"]) - 1
     made.recover()
     if dead:
         with made.blaming("the files of dead workers cannot be read"):
             made.hear(dead.look(), [])
     made.look(thorough=True, damages=last)
+
+
+def _kill_recovery(round_: dict[str, Any], made: judge.Judge, orphans: processes.Orphans) -> None:
+    if round_["kill_recover"] is None or not os.path.isdir(made.directory):
+        return
+    status = jobs.run_and_kill(judge.recover, (made.directory,), round_["kill_recover"])
+    if status == -signal.SIGKILL:
+        made.count_event(schedule.KILL_RECOVER, in_flight=bool(orphans.alive()))
+    elif status != 0:
+        made.blame("v", f"a recovery ended with status {status}")
 
 
 def _logs(scratch: str) -> str:

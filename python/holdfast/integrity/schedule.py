@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 import json
 import random
 from collections.abc import Iterator
@@ -23,12 +24,16 @@ ENGINES = ("auto", "io_uring-fixed", "io_uring", "pwrite")
 HARMLESS = ("stop-worker", "stop-trainer", "fork", "program")
 HARMFUL = (
     "kill-worker", "terminate-worker", "hang-worker", "oom-worker", "cancel", "change-sealed", "change-and-restore",
-    "limit-size", "limit-files", "limit-memory",
+    "lose-copy", "limit-size", "limit-files", "limit-memory",
 )  # fmt: skip
 DEADLY = ("kill-trainer", "kill-both", "terminate-trainer", "exit-trainer", "oom-trainer", "kill-in-call")
+LEAVE_ORPHANS = ("kill-trainer", "terminate-trainer", "exit-trainer", "oom-trainer")
+KILL_RECOVER = "kill-recover"  # of no save
+EVENTS = (*HARMLESS, *HARMFUL, *DEADLY, KILL_RECOVER)
 OF_WORKERS = ("stop-worker", "kill-worker", "terminate-worker", "hang-worker", "oom-worker", "kill-both")
 IN_GROUPS = ("oom-worker", "oom-trainer")  # need a memory control group
 LIMITS = ("limit-size", "limit-files", "limit-memory")
+CHANGES = ("change-sealed", "change-and-restore")
 # Calls that filters of containers refuse, with their errors; a save has another way to its end.
 FORBIDDEN = (
     ("io_uring_setup", "EPERM"), ("io_uring_setup", "ENOSYS"), ("io_uring_register", "EPERM"), ("io_uring_enter", "EPERM"),
@@ -103,6 +108,7 @@ class _Drawing:
         made["device"] = "stand-in" if self.often(0.15) else "cpu"
         made["jobs"] = 2 if made["ranks"] == 1 and self.often(0.12) else 1
         made["same_names"] = made["jobs"] == 2 and self.often(0.4)
+        made["arena"] = self.pick((ARENA, 6), (ARENA * 3 // 2, 1), (4 * ARENA, 1))
         made["read_back"] = self.often(0.2)
         made["second_look"] = self.often(0.15)
         made["trainer_death"] = self.pick(("finish", 3), ("stop", 1))
@@ -119,7 +125,11 @@ class _Drawing:
         # A write of the store that the limit cuts short would hold the ranks up until their time-out.
         is_limited = any(event["kind"] == "limit-size" for event in events_of(made))
         made["store"] = "file" if self.often(0.15) and not is_limited else "server"
-        made["kill_recover"] = round(choose.random() * 0.05, 4) if self.often(0.15) else None
+        is_wanted = KILL_RECOVER in self.limits.kinds
+        made["kill_recover"] = round(choose.random() * 0.05, 4) if self.often(0.9 if is_wanted else 0.15) else None
+        made["kills_early"] = self.often(0.5)  # that recovery, beside orphans that still write
+        if made["kills_early"] and made["kill_recover"] is not None:
+            self._slow_orphans_down()
         made["corruptions"] = [
             {"kind": choose.choice(CORRUPTIONS), "key": choose.randrange(1 << 30)}
             for _ in range(self.pick((0, 1), (1, 3), (3, 1)))
@@ -136,6 +146,15 @@ class _Drawing:
             elif slow_disk.NAME in self.limits.mounts and self.often(0.04):
                 self._move_to(slow_disk.NAME)
         return made
+
+    def _slow_orphans_down(self) -> None:
+        """Workers of trainers that have ended write for some time."""
+        for actions in self.round["lives"]:
+            for action in actions:
+                if action.get("event", {}).get("kind") in LEAVE_ORPHANS:
+                    self.round["trainer_death"] = "finish"
+                    action["rate"] = self.choose.choice((16, 32)) * MIB
+                    action["spec"]["bytes"] = self.choose.randrange(9 * MIB, 15 * MIB)
 
     def _move_to(self, place: str) -> None:
         is_limited, (of, _, kind) = place in ("small", "quota"), place.partition("-")
@@ -181,6 +200,13 @@ class _Drawing:
                     actions.append({"do": "move"})
             elif self.often(0.1) and self.round["ranks"] == 1:
                 actions.append({"do": "recover"})
+        for before, action in itertools.pairwise(actions):
+            # Beside the writes of the save before: one rate needs no wait between them, and both do not fit into the memory at once.
+            if action.get("event", {}).get("kind") == "kill-in-call" and before["do"] == "save":
+                before["rate"] = action["rate"] = choose.choice((16, 32)) * MIB
+                for one in (before, action):
+                    one["spec"]["bytes"] = choose.randrange(9 * MIB, 15 * MIB)
+                action["event"]["seconds"] = round(choose.random() * 1.5, 3)
         return actions
 
     def _sizes(self, slow: bool) -> dict[str, Any]:
@@ -209,6 +235,7 @@ class _Drawing:
             kinds = [(k, 2.0) for k in HARMLESS] + [(k, 2.0) for k in HARMFUL if k != "hang-worker"]
             kinds += [("hang-worker", 2.0 if is_program else 0.4)] + ([(k, 3.0) for k in DEADLY] if last else [])
             refused = set() if self.limits.groups else set(IN_GROUPS)
+            refused |= {"lose-copy"} if self.round["device"] == "cpu" else set()
             # PyTorch's gloo groups end a process that gets no memory for their threads, or no descriptor.
             if self.round["ranks"] > 1 or self.round["door"] == MEGATRON:
                 refused |= {"limit-memory", "limit-files"} if format_of(self.round) == "dcp" else {"limit-memory"}
@@ -234,6 +261,10 @@ class _Drawing:
             "share": round(choose.random() * 0.8, 2),
             "seconds": round(choose.random() * 0.15, 3),
         }
+        if kind in (*LIMITS, *CHANGES) and self.often(0.7):
+            # At the phase, and not at the call or the seal. PyTorch's own threads end a process that gets no memory.
+            event["in_flight"] = kind != "limit-memory" or self.round["door"] == PLAN
+            event["place"] = round(choose.random() * 0.99, 2)  # of a change, among the extents that are sealed
         if kind == "limit-size":
             event["bytes"] = choose.choice((4096, MIB, 5 * MIB, 9 * MIB))
         if kind == "limit-memory":  # beyond what the trainer has
@@ -288,7 +319,7 @@ def events_of(round_: dict[str, Any]) -> list[dict[str, Any]]:
 
 _DEFAULTS = {
     "ranks": 1, "jobs": 1, "same_names": False, "device": "cpu", "read_back": False, "second_look": False,
-    "when_full": "wait", "keep_last": 0, "disk": 0, "kill_recover": None, "corruptions": [],
+    "when_full": "wait", "keep_last": 0, "disk": 0, "kill_recover": None, "kills_early": False, "arena": ARENA, "corruptions": [],
     "engine": "auto", "launcher": "spawn", "one_name": False, "replace": False, "door": "save_async", "store": "server",
     "forbidden": {}, "disk_kind": "small", "files": 1, "fuse": {},
 }  # fmt: skip
@@ -308,7 +339,7 @@ def smaller(round_: dict[str, Any]) -> Iterator[dict[str, Any]]:
                 del made["lives"][i][k]
                 yield made
     for key, value in _DEFAULTS.items():
-        if round_[key] != value:
+        if round_.get(key, value) != value:
             made = {**copy.deepcopy(round_), key: copy.copy(value)}
             if key == "ranks":
                 for event in events_of(made):

@@ -36,10 +36,14 @@ class SealedMemory:
         self._held: list[_Held] = []
         self._change: Callable[[int], None] | None = None
         self._restoring: list[threading.Timer] = []
+        self._extents: list[tuple[int, int]] = []
+        self._may_change = False
 
     def sealed(self, address: int, nbytes: int, file: str, offset: int, *_: object) -> None:
         """The hook ``on_sealed``."""
         self._keep(address, nbytes, file, offset)
+        if nbytes:
+            self._extents.append((address, nbytes))
         if nbytes and (change := self._change):
             self._change = None
             change(address + nbytes // 2)
@@ -47,23 +51,33 @@ class SealedMemory:
 
     # ---- Changes.
 
+    def watch(self, may_change: bool) -> None:
+        """A save begins, and none is under way. `may_change`: no memory of it is taken twice, so that ``change`` can change it."""
+        self._extents, self._may_change = [], may_change
+
     def change_next(self, save: int, kind: str, seconds: float) -> None:
         """Changes a bit of the extent that is sealed next; with ``"change-and-restore"`` back after some seconds."""
+        self._change = lambda place: self._change_at(place, save, kind, seconds, "sealed")
 
-        def change(place: int) -> None:
-            old = ctypes.string_at(place, 1)
-            ctypes.memset(place, old[0] ^ 0x10, 1)
-            self._tell("fired", n=save, kind=kind, phase="sealed")
-            if kind == "change-and-restore":
-                timer = threading.Timer(seconds, lambda: ctypes.memset(place, old[0], 1))
-                self._restoring.append(timer)
-                timer.start()
+    def change(self, save: int, kind: str, place: float, seconds: float, phase: str) -> None:
+        """The same with an extent that was sealed since ``watch``, in a phase of the save."""
+        if self._extents and self._may_change:
+            address, nbytes = self._extents[int(len(self._extents) * place)]
+            self._change_at(address + nbytes // 2, save, kind, seconds, phase)
 
-        self._change = change
+    def _change_at(self, place: int, save: int, kind: str, seconds: float, phase: str) -> None:
+        old = ctypes.string_at(place, 1)
+        ctypes.memset(place, old[0] ^ 0x10, 1)
+        self._tell("fired", n=save, kind=kind, phase=phase)
+        if kind == "change-and-restore":
+            timer = threading.Timer(seconds, lambda: ctypes.memset(place, old[0], 1))
+            self._restoring.append(timer)
+            timer.start()
 
     def leave(self) -> None:
         """No later save is changed in the place of one that has ended; what is restored lies in memory that it may take."""
         self._change = None
+        self._extents = []
         while self._restoring:
             self._restoring.pop().join()
 

@@ -6,6 +6,7 @@ import ctypes
 import random
 import threading
 import time
+from collections.abc import Callable
 
 from holdfast import _native
 
@@ -23,6 +24,12 @@ class SlowDevice(_native.Device):
         self.pending: dict[int, tuple[int, int, int, float]] = {}
         self._next = 0
         self._lock = threading.Lock()
+        self._on_next_lost: Callable[[], None] | None = None
+        self._lost: dict[int, Callable[[], None]] = {}
+
+    def lose_next(self, on_lost: Callable[[], None] | None) -> None:
+        """Loses the copy that is started next: its end is an error, before which `on_lost` is called, and no byte was copied."""
+        self._on_next_lost = on_lost
 
     def name(self) -> str:
         return "stand-in:0"
@@ -44,6 +51,8 @@ class SlowDevice(_native.Device):
         with self._lock:
             self._next += 1
             self.pending[self._next] = (destination, source, nbytes, self._due())
+            if self._on_next_lost:
+                self._lost[self._next], self._on_next_lost = self._on_next_lost, None
             return self._next
 
     def copy_from_host(self, destination: int, source: int, nbytes: int) -> int:
@@ -56,13 +65,19 @@ class SlowDevice(_native.Device):
         """Copies what is due. The lock must be held."""
         for ticket, (destination, source, nbytes, due) in list(self.pending.items()):
             if due <= now:
-                ctypes.memmove(destination, source, nbytes)
+                if ticket not in self._lost:
+                    ctypes.memmove(destination, source, nbytes)
                 del self.pending[ticket]
 
     def is_done(self, ticket: int) -> bool:
         with self._lock:
             self._run_due(time.monotonic())
-            return ticket not in self.pending
+            is_done = ticket not in self.pending
+            on_lost = self._lost.pop(ticket, None) if is_done else None
+        if on_lost:
+            on_lost()
+            raise RuntimeError(f"copy {ticket} is lost")
+        return is_done
 
     def wait(self, ticket: int, seconds: float) -> bool:
         end = time.monotonic() + seconds

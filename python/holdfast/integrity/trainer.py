@@ -13,7 +13,6 @@ import importlib
 import json
 import logging
 import os
-import resource
 import signal
 import socket
 import subprocess
@@ -33,7 +32,7 @@ import holdfast.dcp
 from holdfast import _devices, handle
 from holdfast._durable import sync_directory
 from holdfast.integrity import injection, memory_groups, readers, schedule, sealed_memory, states
-from holdfast.integrity.processes import address_space, children, held, join, left, see, send
+from holdfast.integrity.processes import children, held, join, left, limited, see, send
 from holdfast.integrity.slow_device import SlowDevice
 
 # Seconds: far more than a busy machine needs. What ends by a deadline here has an event as its cause.
@@ -44,6 +43,7 @@ TIME_SETTLE_MAX = 60.0  # in which what a save held has to go
 TIME_END_MAX = 180.0  # in which a process ends that has closed its pipe
 TIME_MISSED = 8.0  # after which a rank that was killed counts as gone
 TIME_HUNG = 3.0  # the same of a worker that hangs
+_ENDED = ("done", "failed", "cancelled")
 _COMMIT = ("syncing", "reading back", "manifest", "waiting for ranks", "committing")
 
 
@@ -51,7 +51,7 @@ def options_of(round_: dict[str, Any], actions: list[dict[str, Any]]) -> dict[st
     """How saves are made in a life of a round."""
     kinds = {a["event"]["kind"] for a in actions if "event" in a}
     return {
-        "arena_bytes": schedule.ARENA, "launcher": round_["launcher"], "engine": round_["engine"],
+        "arena_bytes": round_.get("arena", schedule.ARENA), "launcher": round_["launcher"], "engine": round_["engine"],
         "read_back": round_["read_back"], "second_look": round_["second_look"], "trainer_death": round_["trainer_death"],
         "time_liveness_max": TIME_MISSED if kinds & {*schedule.DEADLY, "step"} else TIME_LIVENESS_MAX,
         "time_memory_max": TIME_OUTCOME_MAX / 2,
@@ -151,9 +151,11 @@ class Trainer:
         self.tell("end")
 
     def _join_hits(self) -> None:
-        self._memory.leave()
         while self.hits:
             self.hits.pop().join()
+        self._memory.leave()
+        if self._device:
+            self._device.lose_next(None)
 
     def _open(self, rate: int = 0) -> None:
         options = {**self._options, "bytes_per_second_max": rate}
@@ -202,6 +204,9 @@ class Trainer:
         event = action.get("event")
         mine = event if event and event["rank"] == self.rank else None
         self._set_rate(action.get("rate", 0))
+        if mine and mine["kind"] in (*schedule.CHANGES, "lose-copy"):
+            self._wait({})  # what is sealed then, and copied, is of this save
+            self._memory.watch(action["spec"]["bytes"] < schedule.ARENA // 2)
         if self.round["door"] == schedule.MEGATRON:
             self._make_directory()
         self.tell("call", n=number)
@@ -237,7 +242,7 @@ class Trainer:
             ended.set()
 
         durable.add_done_callback(done)
-        if mine and mine["kind"] in ("limit-size", "change-sealed", "change-and-restore"):
+        if mine and (mine["kind"] in (*schedule.CHANGES, "limit-size", "lose-copy") or mine.get("in_flight")):
             self._await_part(save, ended)
             self._join_hits()
 
@@ -366,35 +371,23 @@ class Trainer:
     def _limits(self, event: dict[str, Any] | None) -> Any:
         """Resource limits around a call; the worker that it starts has them, too."""
         kind = event["kind"] if event else ""
-        if event is None or kind not in schedule.LIMITS:
+        if event is None or kind not in schedule.LIMITS or event.get("in_flight"):
             yield
             return
-        if kind == "limit-files":
-            which, value = resource.RLIMIT_NOFILE, max(int(fd) for fd in os.listdir("/proc/self/fd")) + 1
-        elif kind == "limit-memory":
-            which, value = resource.RLIMIT_AS, address_space() + event["bytes"]
-        else:
-            which, value = resource.RLIMIT_FSIZE, event["bytes"]
-        old = resource.getrlimit(which)
-        pids = [0, *children()] if kind == "limit-size" else [0]
-        for pid in pids:
-            with contextlib.suppress(ProcessLookupError):
-                resource.prlimit(pid, which, (value, old[1]))
-        self.tell("fired", kind=kind, phase="call")
-        try:
+        with limited(kind, event.get("bytes", 0), [0, *children()] if kind == "limit-size" else [0]):
+            self.tell("fired", kind=kind, phase="call")
             yield
             if kind != "limit-files":
                 time.sleep(0.05)  # the worker starts
-        finally:
-            for pid in pids:
-                with contextlib.suppress(ProcessLookupError):
-                    resource.prlimit(pid, which, old)
 
     def _begin_event(self, number: int, event: dict[str, Any]) -> None:
-        kind = event["kind"]
-        if kind in ("change-sealed", "change-and-restore"):
+        kind, in_flight = event["kind"], event.get("in_flight", False)
+        if kind in schedule.CHANGES and not in_flight:
             self._memory.change_next(number, kind, event["seconds"])
-        elif kind not in (*schedule.LIMITS, "step"):
+        elif kind == "lose-copy":
+            if self._device:
+                self._device.lose_next(lambda: self.tell("fired", n=number, kind=kind, phase="call"))
+        elif in_flight or kind not in (*schedule.LIMITS, "step"):
             known = handle.in_flight()
             thread = threading.Thread(target=self._hit, args=(number, event, known, children()), daemon=True)
             self.hits.append(thread)
@@ -404,7 +397,9 @@ class Trainer:
         """The event's own thread: waits for its moment."""
         if event["kind"] == "kill-in-call":
             time.sleep(event["seconds"] / 10)
-            self._strike(number, event, "call", None, None)
+            # The save of the call has no handle yet: in flight are those before.
+            before = {save.progress()["phase"] for save in known if isinstance(save, handle.Save)}
+            self._strike(number, event, min(before - {*_ENDED, "queued"}, default="call"), None, None)
             return
         end = time.monotonic() + TIME_OUTCOME_MAX
         while time.monotonic() < end:
@@ -418,7 +413,7 @@ class Trainer:
                 if self._is_moment(event, now):
                     self._strike(number, event, now["phase"], save, older)
                     return
-                if now["phase"] in ("done", "failed", "cancelled"):
+                if now["phase"] in _ENDED:
                     return
             if number in self.over:
                 return
@@ -446,6 +441,14 @@ class Trainer:
             time.sleep(seconds)
             with contextlib.suppress(holdfast.Error):
                 phase = save.progress()["phase"] if save is not None else phase
+        if kind in schedule.CHANGES:
+            self._memory.change(number, kind, event.get("place", 0.0), seconds, phase)
+            return
+        if kind in schedule.LIMITS:
+            self.tell("fired", n=number, kind=kind, phase=phase)
+            with limited(kind, event.get("bytes", 0), [0, *children()]):
+                time.sleep(seconds)
+            return
         pid = self.worker(older) if kind in schedule.OF_WORKERS else None
         if kind in schedule.OF_WORKERS and pid is None and kind != "kill-both":
             return  # a worker in a thread

@@ -63,5 +63,21 @@ TEST(LateDevice, EndsACopyThatIsWaitedFor) {
   EXPECT_EQ(destination, 'c');
 }
 
+TEST(LateDevice, LosesOneCopyWithAnError) {
+  LateDevice device(1, kShort);
+  const std::array<char, 2> source = {'a', 'b'};
+  std::array<char, 2> destination{};
+  int told = 0;
+  device.LoseNext([&told] { ++told; });
+  const CopyTicket lost = *device.CopyToHost(&destination[0], &source[0], 1);
+  const CopyTicket other = *device.CopyToHost(&destination[1], &source[1], 1);
+  EXPECT_EQ(told, 0);
+  EXPECT_EQ(device.Wait(lost, absl::Seconds(60)).code(), absl::StatusCode::kInternal);
+  EXPECT_TRUE(device.Wait(other, absl::Seconds(60)).ok());
+  EXPECT_EQ(told, 1);
+  EXPECT_TRUE(*device.IsDone(lost));  // the error is reported once
+  EXPECT_EQ(destination, (std::array<char, 2>{'\0', 'b'}));
+}
+
 }  // namespace
 }  // namespace holdfast::trainer
