@@ -53,7 +53,7 @@ mkdir -p "$results"
 rm -f "$results"/*.xml
 jobs=$(build_jobs)
 # On any machine: most of the tests' time is waiting. What runs alone says so (RUN_SERIAL).
-tests_at_once=5
+tests_at_once=8
 pytest_at_once=4
 status=0
 
