@@ -14,7 +14,7 @@ import pytest
 RUN = {"date": "2026-01-02", "version": "abc", "seed": 7, "machine": "Linux 6.1 x86_64, 2 CPUs, ext4"}
 ROUNDS = {
     "rounds": 40, "escapes": [{"round": 3}],
-    "counts": {"calls": 300, "durable": 200, "event kill-worker": 5, "event cancel": 2, "in flight kill-worker": 4,
+    "counts": {"calls": 300, "durable": 200, "bytes": 3 << 29, "event kill-worker": 5, "event cancel": 2, "in flight kill-worker": 4,
                "in flight kill-worker x spawn x pwrite": 4, "reads": 900, "verifications": 80, "damage flip": 6,
                "damage refused by a load": 5},
 }  # fmt: skip
@@ -54,7 +54,7 @@ def test_two_campaigns_add_up(sums: ModuleType, tmp_path: Path) -> None:
     told = added(sums, {**RUN, "seed": 8, "version": "def"}, tmp_path / "b", "rounds", "power_cuts", "json_fuzz", "bad_disks", "planted")
     assert "2 runs, 3.5 hours in all, of abc, def on Linux 6.1" in told
     rows = {line.split("|")[1].strip(): line for line in told.splitlines() if line.startswith("|")}
-    assert "80 rounds; 600 calls of save by the ranks, 400 durable; 14 events, 8 while I/O was in flight, 10 kills; " in rows["rounds of all doors"]
+    assert "80 rounds; 600 calls of save by the ranks, 400 durable (3 GiB in the runs that count them); 14 events, 8 while I/O was in flight, 10 kills; " in rows["rounds of all doors"]
     assert "1,800 reads compared bit for bit, 160 verifications, 12 damages" in rows["rounds of all doors"]
     assert rows["rounds of all doors"].endswith("| 2 |") and "| 1.0 |" in rows["rounds of all doors"]
     assert "1,234 of ext4, 5 of xfs" in rows["power cuts"]

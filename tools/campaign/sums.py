@@ -81,7 +81,8 @@ def done(name: str, counts: Counts) -> str:
     """What a part has done, in one line."""
     if name in ROUNDS:
         in_flight = campaign.total(counts, "in flight ") - sum(n for key, n in counts.items() if " x " in key)
-        return (f"{counts['rounds']:,} rounds; {counts['calls']:,} calls of save by the ranks, {counts['durable']:,} durable; "
+        saved = f" ({counts['bytes'] / (1 << 30):,.0f} GiB in the runs that count them)" if counts["bytes"] else ""
+        return (f"{counts['rounds']:,} rounds; {counts['calls']:,} calls of save by the ranks, {counts['durable']:,} durable{saved}; "
                 f"{campaign.total(counts, 'event '):,} events, {in_flight:,} while I/O was in flight, "
                 f"{campaign.total(counts, 'event kill-'):,} kills; "
                 f"{counts['reads']:,} reads compared bit for bit, {counts['verifications']:,} verifications, "

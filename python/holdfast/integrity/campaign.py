@@ -268,7 +268,8 @@ class Campaign:
             f"machine: {report['kernel']}, {report['cpus']} CPUs, Python {report['python']}, torch {report['torch']}",
             f"file system: {report['file_system']}",
             f"{self.done} rounds in {self.seconds:.0f} s: {counts['calls']} calls of save by the ranks, "
-            f"{counts['durable']} durable, {counts['failed']} failed, {counts['refused']} refused, {counts['skipped']} skipped",
+            f"{counts['durable']} durable ({counts['bytes'] / (1 << 30):.1f} GiB), {counts['failed']} failed, {counts['refused']} refused, "
+            f"{counts['skipped']} skipped",
             f"{counts['reads']} reads of whole checkpoints compared bit for bit, {counts['verifications']} verifications, "
             f"{counts['loads by trainers']} rollbacks, {damages(counts)} damages",
             "event                 all  while I/O was in flight",

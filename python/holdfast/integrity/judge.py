@@ -168,7 +168,7 @@ class Judge:
                 self._moved.append(line["to"])
             elif event == "durable" and made:
                 made.end(line, "durable")
-                self.counts["durable"] += 1
+                self.counts.update({"durable": 1, "bytes": self._actions[number]["spec"]["bytes"]})
                 if os.path.basename(line["path"]) != made.name:
                     self.blame("i", f"save {number} of {made.name} was told durable as {line['path']}")
             elif event in ("failed", "refused") and made:
