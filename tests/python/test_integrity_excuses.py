@@ -157,6 +157,16 @@ def test_a_save_finds_memory_where_no_other_holds_any(when_full: str) -> None:
     assert blamed([*one(1, 1, "durable"), *one(2, 3, "failed", "RESOURCE_EXHAUSTED: step-2")], when_full="wait") == [2]
 
 
+@pytest.mark.parametrize(("number", "is_fine"), [(5, True), (0, True), (28, False)])
+def test_a_failure_by_one_fault_has_its_errno(number: int, is_fine: bool) -> None:
+    told = lines((1, "call", 1, 0, None), (2, "fired", 1, 0, "fault"), (3, "failed", 1, 0, "DATA_LOSS: step-1"))
+    told[1]["errno"] = 5
+    told[2]["errors"][0]["errno"] = number
+    looking = judge.Judge(made(save(1)), "/run")
+    looking.hear(told, [save(1)])
+    assert ([p["invariant"] for p in looking.problems] == []) == is_fine, looking.problems
+
+
 @pytest.mark.parametrize(("said", "fine"), [("t0 differs in 1 of 9 bytes", True), ("t0 differs in 2 of 9 bytes", False)])
 @pytest.mark.parametrize("kind", ["change-and-restore", "cancel"])
 def test_a_change_that_was_undone_is_one_byte_of_a_save_under_way(kind: str, said: str, fine: bool) -> None:

@@ -72,6 +72,8 @@ class Excuses:
         self._saves = [made[number] for number in sorted(called)]
         self._events = [_Event(e["kind"], e["job"], e["rank"], e["at"], e.get("phase", "")) for e in lines if e["event"] == "fired"]
         self._reached = {event: self._reach(event) for event in self._events}
+        # Of errors that a save may give as its reason, where a fault alone is the cause; 0: it has none of the system.
+        self.errnos = {0, *(e.get("errno", 0) for e in lines if e["event"] == "fired")}
         self._always = {"disk"} if round_["disk"] else set()
         if has_errors:
             self._always.add("errs")

@@ -380,8 +380,9 @@ def line(fired: dict[str, Any]) -> dict[str, Any]:
     """What was made of an injection as a line of a trainer, for the judge."""
     role, _, rank = fired["step"].role.partition(" ")
     kind = ("kill-worker" if role == "worker" else "kill-trainer") if fired["act"] == "kill" else "fault"
+    number = getattr(errno, fired["act"], errno.EIO)  # also of a transfer of no bytes
     return {"event": "fired", "kind": "kill-both" if fired["act"] == "kill-all" else kind, "phase": "step",
-            "rank": int(rank or 0), "job": 0, "at": fired["at"]}  # fmt: skip
+            "rank": int(rank or 0), "job": 0, "at": fired["at"], "errno": number}  # fmt: skip
 
 
 def name_of(number: int) -> str:

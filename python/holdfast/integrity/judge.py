@@ -244,6 +244,8 @@ class Judge:
             is_overtaken = error["code"] == "ABORTED" and _OF_WORKER not in error["message"] and excuse.may_be_overtaken(made, at)
             if error["code"] not in allowed and not is_overtaken:
                 self.blame("v", f"{what} without a cause among {sorted(causes)}: {error}")
+            elif causes - set(schedule.HARMLESS) == {"fault"} and error["errno"] not in excuse.errnos:
+                self.blame("v", f"{what} with errno {error['errno']}, and not one of {sorted(excuse.errnos)}: {error}")
             elif not any(named in error["message"] for named in (made.name, self.directory, "staging", "worker")):
                 self.blame("v", f"{what} with a message that names no object: {error['message']}")
 
