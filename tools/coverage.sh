@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
 # Prints the line coverage of runtime/ and io_uring/ by the C++ tests, and by the Python tests where asked for.
 #
-#   tools/coverage.sh [--python] [CTEST OPTION...]
+#   tools/coverage.sh [--python | --launchers] [CTEST OPTION...]
 #
 # --python          also the Python suite, against a package that is built for it in build/venv-coverage.
+# --launchers       four runs: each without the tests of the other three launchers. A table of four lines.
 # CTEST OPTION...   for example `-L unit`; default: every test but rules, measurements and planted bugs.
 #
 # Counters lie in mapped files: a forked child and a process that is killed count as well. The lines right behind a fork,
@@ -14,11 +15,15 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 cd "$root"
 
-python=no
+python=no launchers=
 case "${1:-}" in
   -h | --help) print_help ;;
   --python)
     python=yes
+    shift
+    ;;
+  --launchers)
+    launchers="Spawn Persistent Fork Thread"
     shift
     ;;
 esac
@@ -39,11 +44,42 @@ cmake --build --preset coverage -j "$(build_jobs)" ${targets[0]:+--target "${tar
 }
 # One file for each program, whose processes count in it together.
 export LLVM_PROFILE_FILE=$raw/%m%c.profraw
-say "== C++ tests"
 status=0
-ctest --preset coverage "$@" >"$build/tests.log" 2>&1 || status=$?
-grep -E '^[0-9]+% tests passed|^[[:space:]]+[0-9]+ - ' "$build/tests.log" || tail -n 5 "$build/tests.log"
+cpp_tests() { # CTEST OPTION...
+  say "== C++ tests${GTEST_FILTER:+ without $GTEST_FILTER}"
+  ctest --preset coverage "$@" >"$build/tests.log" 2>&1 || status=$?
+  grep -E '^[0-9]+% tests passed|^[[:space:]]+[0-9]+ - ' "$build/tests.log" || tail -n 5 "$build/tests.log"
+}
+# What is not compiled into a program that was built has no lines here.
+sources=(-ignore-filename-regex='(/tests/|/usr/|/tools/|/examples/)')
 modules=()
+while IFS= read -r file; do modules+=(-object "$file"); done < <(
+  find "$build" -type f -perm -u+x ! -name '*.so*' ! -path '*/CMakeFiles/*' ! -name '*.py' ! -name '*.sh'
+)
+# counted: the table of all processes that have run.
+counted() {
+  local profiles=("$raw"/*.profraw)
+  [ -e "${profiles[0]}" ] || fail "no test has run"
+  llvm-profdata-14 merge -sparse -o "$build/all.profdata" "${profiles[@]}"
+  llvm-cov-14 export -summary-only "${modules[@]}" -instr-profile="$build/all.profdata" "${sources[@]}" 2>/dev/null |
+    python3 "$root/tools/coverage_table.py" "$root" "${HOLDFAST_COVERAGE_MIN:-0}"
+}
+
+if [ -n "$launchers" ]; then
+  echo '| launcher | lines | executed | % |' >"$build/coverage.txt"
+  echo '| --- | ---: | ---: | ---: |' >>"$build/coverage.txt"
+  for launcher in $launchers; do
+    rm -f "$raw"/*
+    others=$(printf '%s\n' $launchers | grep -vx "$launcher" | sed 's|.*|*/&*|' | paste -sd :)
+    GTEST_FILTER=-$others cpp_tests "$@"
+    counted >"$build/$launcher.txt" || status=$?
+    sed -n "s/^| all |/| $launcher |/p" "$build/$launcher.txt" >>"$build/coverage.txt"
+  done
+  cat "$build/coverage.txt"
+  exit "$status"
+fi
+
+cpp_tests "$@"
 if [ "$python" = yes ]; then
   say "== Python tests"
   venv=$root/build/venv-coverage
@@ -55,15 +91,7 @@ if [ "$python" = yes ]; then
     find "$venv"/lib/python3*/site-packages/holdfast -name '_native*.so' -o -path '*/bin/*' -type f
   )
 fi
-profiles=("$raw"/*.profraw)
-[ -e "${profiles[0]}" ] || fail "no test has run"
-llvm-profdata-14 merge -sparse -o "$build/all.profdata" "${profiles[@]}"
-while IFS= read -r file; do modules+=(-object "$file"); done < <(
-  find "$build" -type f -perm -u+x ! -name '*.so*' ! -path '*/CMakeFiles/*' ! -name '*.py' ! -name '*.sh'
-)
-# What is not compiled into a program that was built has no lines here.
-sources=(-ignore-filename-regex='(/tests/|/usr/|/tools/|/examples/)')
+counted >"$build/coverage.txt" || status=$?
+cat "$build/coverage.txt"
 llvm-cov-14 show "${modules[@]}" -instr-profile="$build/all.profdata" "${sources[@]}" >"$build/lines.txt" 2>/dev/null
-llvm-cov-14 export -summary-only "${modules[@]}" -instr-profile="$build/all.profdata" "${sources[@]}" 2>/dev/null |
-  python3 "$root/tools/coverage_table.py" "$root" "${HOLDFAST_COVERAGE_MIN:-0}" | tee "$build/coverage.txt"
 exit "$status"
