@@ -23,7 +23,7 @@ from collections.abc import Callable, Collection, Container
 from typing import Any, TypeVar
 
 from holdfast import _names, _native, _regular
-from holdfast._durable import locked, sync_directory
+from holdfast._durable import locked, names_in, sync_directory
 from holdfast._names import METADATA
 from holdfast.errors import Error, of_system
 
@@ -429,7 +429,7 @@ def _unfinished(path: str, clean_up: bool, age_without_locks: float) -> str | No
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         is_turn = locked(fd, fcntl.LOCK_EX)  # else of a commit, or of another recovery
-        names = os.listdir(fd)
+        names = names_in(fd)
         # Asked behind the list: a save that begins later has no file in it.
         if not is_turn or (at_work := _native.saves_at_work(path)) in ("trainer", "orphan"):
             return "a save is running there"
@@ -578,7 +578,7 @@ def _remove(path: str) -> None:
     with of_system(f"remove {path}"), contextlib.suppress(FileNotFoundError):
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
-            for name in sorted(os.listdir(fd), key=lambda n: n != METADATA):
+            for name in sorted(names_in(fd), key=lambda n: n != METADATA):
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(name, dir_fd=fd)
         finally:

@@ -58,6 +58,15 @@ class Presence(PerProcess):
         return type(None), ()
 
 
+def names_in(fd: int) -> list[str]:
+    """The names in an open directory, as they are now: Btrfs lists those that were there when the descriptor was opened."""
+    now = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=fd)
+    try:
+        return os.listdir(now)
+    finally:
+        os.close(now)
+
+
 def sync_directory(path: str | os.PathLike[str]) -> None:
     """Makes the names in a directory durable."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import small_disk
 import torch
 from draining import MIB, bound, in_child, names, save, swept, until
 from small_disk import mounted
@@ -373,6 +374,23 @@ def test_a_removed_checkpoint_may_have_made_room_for_a_later_one(tmp_path: Path,
 
     monkeypatch.setattr(_native, "list_recorded", meanwhile)
     assert names(open_place(str(tmp_path))) == ["step-2"]
+
+
+# ---- Btrfs, on which an open directory keeps to the names that it had when it was opened.
+
+
+@pytest.mark.parametrize("format", ["holdfast", "dcp"])
+def test_a_copy_on_btrfs_has_the_files_of_its_checkpoint_alone_and_is_removed(format: str, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with small_disk.btrfs(tmp_path / "disk") as disk:
+        near, far = open_place(str(run)), open_place(str(disk / "far"))
+        save(run, 1, 2, format=format)
+        swept(near, far)
+        for name in ("step-1", "step-2"):
+            assert sorted(os.listdir(disk / "far" / name)) == sorted(os.listdir(run / name))
+        save(run, 3, format=format)
+        swept(near, far, Drain(keep_last=1))
+        assert os.listdir(disk / "far") == ["step-3"]
 
 
 # ---- Direct I/O.

@@ -359,7 +359,7 @@ class Directory:
 
     def _refuse_foreign(self, slot: str, name: str, folder: int) -> None:
         """Beside a complete checkpoint a user may have put a file of the same name."""
-        if slot in self._put and name not in {*self._put[slot], *slots.unrecorded(os.listdir(folder)), _names.BESIDE_RECORD}:
+        if slot in self._put and name not in {*self._put[slot], *slots.unrecorded(_durable.names_in(folder)), _names.BESIDE_RECORD}:
             with contextlib.suppress(FileNotFoundError):
                 os.stat(name, dir_fd=folder, follow_symlinks=False)
                 raise Error("FAILED_PRECONDITION", f"write {self.path(slot)}/{name}: a file that no drain has put there has the name; move it away")
@@ -385,7 +385,7 @@ class Directory:
         with slots.of_copy(path), of_system(f"complete {final}"):
             folder = self._locks[slot]
             with slots.of_name(path):
-                for name in os.listdir(folder):
+                for name in _durable.names_in(folder):
                     if name not in files and BESIDE + name not in files:
                         os.unlink(name, dir_fd=folder)
             os.fsync(folder)
@@ -475,7 +475,7 @@ class Directory:
         path, retired = self.path(info.slot), self.path(_names.retired(info.name, info.attempt))
         with of_system(f"remove {path}"):
             self._check_removable(info, fd, beside)
-            unrecorded = slots.unrecorded(os.listdir(fd))
+            unrecorded = slots.unrecorded(_durable.names_in(fd))
             files = [f for f in recorded(self, info) if f.name.removeprefix(BESIDE) not in unrecorded]
             self._refuse_anew(info.slot, files, path)
             slots.remove_unnamed(retired)  # of an earlier removal of a copy

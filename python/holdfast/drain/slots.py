@@ -147,7 +147,7 @@ def remove_unnamed(path: str) -> bool:
         # The other process may have given it the name in between.
         if not _durable.locked(fd, fcntl.LOCK_EX) or not is_at(path, fd):
             return False
-        for name in sorted(os.listdir(fd), key=_removed_in_turn):
+        for name in sorted(_durable.names_in(fd), key=_removed_in_turn):
             os.unlink(name, dir_fd=fd)
         os.rmdir(path)
     except OSError:
