@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from holdfast import integrity
-from holdfast.integrity import injection, jobs, processes, steps
+from holdfast.integrity import injection, jobs, places, processes, steps
 from holdfast.integrity.injection import Injection, Injector, Step
 
 LONG = bool(os.environ.get("HOLDFAST_LONG"))
@@ -121,6 +121,19 @@ def test_the_program_runs_one_step_again(tmp_path: Path, capsys: pytest.CaptureF
     assert steps.as_text(*steps.of_text(word)) == word
     assert integrity.main(["--replay", "nothing/fork/pwrite"]) == 2
     assert integrity.main(["--faults", "--scripts", "nothing"]) == 2
+
+
+def test_a_step_is_a_kill_on_a_slow_disk(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "prepare_process", lambda: None)
+    assert integrity.main(["--kills", "--places", "small", "--dir", str(tmp_path)]) == 2
+    assert "--places small: --faults and --kills run in the directory, or on slow-disk" in capsys.readouterr().err
+    if reason := places.why_not("slow-disk"):
+        pytest.skip(reason)
+    word = "save/fork/pwrite,worker:pwrite64:1:kill"
+    assert integrity.main(["--dir", str(tmp_path), "--places", "slow-disk", "--replay", word, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["counts"]["kills"], told["escapes"]) == (1, [])
+    assert os.listdir(tmp_path) == []
 
 
 def crashes(*_: Any) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
 import functools
 import itertools
 import json
@@ -72,7 +73,7 @@ def _parser() -> argparse.ArgumentParser:
         "checkpointer-dcp, save_file, plan, megatron")  # fmt: skip
     add("--events", default="", metavar="KIND,...", help="draw only these kinds of events")
     add("--places", default="", metavar="NAME,...", help="draw only rounds in these places: plain, small, quota, slow-disk, "
-        "fuse-errs, fuse-locks, fuse-late, fuse-slow, fuse-forgets")  # fmt: skip
+        "fuse-errs, fuse-locks, fuse-late, fuse-slow, fuse-forgets; of --faults and --kills: slow-disk")  # fmt: skip
     add("--no-mount", action="store_true", help="mount no file systems, even as root")
     add("--shrink", type=_seconds, default=120.0, metavar="T", help="longest time to simplify a failing round "
         "(default: 2m)")  # fmt: skip
@@ -343,10 +344,35 @@ def _break_steps(arguments: argparse.Namespace, scratch: str) -> int:
         raise ValueError(f"--scripts: there is no {', '.join(sorted(unknown))}; there is {', '.join(steps.NAMES)}")
     if reason := injection.why_not():
         raise OSError(f"--faults, --kills: {reason}")
+    with contextlib.ExitStack() as stack:
+        directory = arguments.dir or scratch
+        if arguments.places:
+            directory = stack.enter_context(_slow_disk(arguments, directory))
+        return _run_steps(arguments, directory, names)
+
+
+@contextlib.contextmanager
+def _slow_disk(arguments: argparse.Namespace, base: str) -> Iterator[str]:
+    """A disk for --faults and --kills on which writes outlive their process."""
+    from holdfast.integrity import places, slow_disk
+
+    if arguments.places != slow_disk.NAME:
+        raise ValueError(f"--places {arguments.places}: --faults and --kills run in the directory, or on {slow_disk.NAME}")
+    if reason := places.why_not(slow_disk.NAME):
+        raise OSError(f"--places {slow_disk.NAME}: {reason}")
+    with tempfile.TemporaryDirectory(prefix="holdfast-steps-", dir=base) as at, places.made(
+        {"fuse": slow_disk.draw(random.Random(1))}, at
+    ) as place, place.hostile():
+        yield place.directory
+
+
+def _run_steps(arguments: argparse.Namespace, directory: str, names: tuple[str, ...]) -> int:
+    from holdfast.integrity import steps
+
     seed, options = _seed(arguments), f" --dir {shlex.quote(os.path.abspath(arguments.dir))}" if arguments.dir else ""
+    options += f" --places {arguments.places}" if arguments.places else ""
     options += f" --plant {arguments.plant}" if arguments.plant else ""
-    made = steps.Campaign(arguments.dir or scratch, seed, names, arguments.faults, arguments.kills, arguments.pairs, options,
-                          arguments.plant)  # fmt: skip
+    made = steps.Campaign(directory, seed, names, arguments.faults, arguments.kills, arguments.pairs, options, arguments.plant)
     tell = _on_stderr if arguments.json else print
     if _is_step(arguments.replay):
         run = functools.partial(made.replay, arguments.replay, max(1, arguments.repeat), tell)
