@@ -94,6 +94,14 @@ def test_a_trainer_is_killed_in_a_call_while_the_save_before_is_written(bench: r
     assert (result.counts["event kill-in-call"], result.counts["in flight kill-in-call"]) == (1, 1)
 
 
+@pytest.mark.parametrize("door", ["save_async", "checkpointer", "save_file", schedule.PLAN])
+def test_a_save_stays_in_a_directory_that_is_renamed(door: str, bench: rounds.Bench) -> None:
+    slow = {"rate": 16 * schedule.MIB, "spec": {"bytes": 8 * schedule.MIB}}
+    result = bench.run(made(save(1), save(2, **slow), {"do": "move", "beside": True}, save(3), door=door))
+    assert result.problems == [], result.log
+    assert (result.counts["durable"], result.counts["failed"]) == (3, 0)
+
+
 @pytest.mark.parametrize("early", [True, False])
 def test_a_recovery_is_killed_beside_a_worker_that_still_writes(early: bool, bench: rounds.Bench) -> None:
     slow = {**event("kill-trainer"), "rate": 4 * schedule.MIB}

@@ -49,7 +49,7 @@ class Life {
       if (action.what == "save") Save(action);
       if (action.what == "wait") Wait();
       if (action.what == "load") Load(action);
-      if (action.what == "move") Move();
+      if (action.what == "move") Move(action);
       if (action.what == "recover") RecoverBeside();
     }
     Wait();
@@ -254,8 +254,8 @@ class Life {
     return absl::OkStatus();
   }
 
-  void Move() {
-    Wait();
+  void Move(const Action& action) {
+    if (!action.beside) Wait();
     std::error_code error;
     if (!fs::is_directory(task_.options.directory, error)) return;
     std::string to;

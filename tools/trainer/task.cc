@@ -50,6 +50,7 @@ Action ParseAction(const json& given) {
   Action action;
   action.what = given.at("do");
   action.back = given.value("back", uint64_t{0});
+  action.beside = given.value("beside", false);
   if (action.what != "save") return action;
   action.number = given.at("n");
   action.step = given.at("step");

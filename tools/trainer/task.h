@@ -47,6 +47,8 @@ struct Action {
   std::optional<Event> event;
   // Of a load:
   uint64_t back = 0;  ///< How many checkpoints before the last of the list.
+  // Of a move:
+  bool beside = false;  ///< While saves are written.
 };
 
 struct Task {

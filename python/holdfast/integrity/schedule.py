@@ -200,6 +200,8 @@ class _Drawing:
                     actions.append({"do": "move"})
             elif self.often(0.1) and self.round["ranks"] == 1:
                 actions.append({"do": "recover"})
+            elif self.often(0.08) and self.round["ranks"] == self.round["jobs"] == 1 and format_of(self.round) != "dcp":
+                actions.append({"do": "move", "beside": True})  # a save of DCP's fails then
         for before, action in itertools.pairwise(actions):
             # Beside the writes of the save before: one rate needs no wait between them, and both do not fit into the memory at once.
             if action.get("event", {}).get("kind") == "kill-in-call" and before["do"] == "save":

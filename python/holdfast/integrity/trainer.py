@@ -339,10 +339,12 @@ class Trainer:
         except holdfast.Error:
             return True
 
-    def _move(self, _: dict[str, Any]) -> None:
-        self._wait({})
-        with contextlib.suppress(holdfast.Error):
-            holdfast.flush(TIME_OUTCOME_MAX)
+    def _move(self, action: dict[str, Any]) -> None:
+        """Renames the directory, with `beside` while saves are written there, and makes another one."""
+        if not action.get("beside"):
+            self._wait({})
+            with contextlib.suppress(holdfast.Error):
+                holdfast.flush(TIME_OUTCOME_MAX)
         if not os.path.isdir(self.directory):
             return
         while os.path.exists(to := f"{self.directory}.moved-{self._moves}"):
