@@ -64,6 +64,16 @@ def test_two_campaigns_add_up(sums: ModuleType, tmp_path: Path) -> None:
     assert re.search(r"kill-worker +8 ", told)
 
 
+def test_a_version_with_hours_of_its_own_has_its_own_table(sums: ModuleType, tmp_path: Path) -> None:
+    added(sums, RUN, tmp_path / "a", "rounds")
+    for n in range(8):
+        told = added(sums, {**RUN, "version": "def", "seed": 10 + n}, tmp_path / f"b{n}", "rounds")
+        whole, _, own = told.partition("\n\nOf these, the runs of def:\n\n")
+        assert f"{n + 2} runs, {(n + 2) / 2:.1f} hours" in whole and f"| {40 * (n + 2)} rounds; " in whole
+        assert bool(own) == (n == 7)
+    assert own.startswith("8 runs, 4.0 hours in all, of def on") and "| 320 rounds; " in own and re.search(r"kill-worker +32 ", own)
+
+
 def test_a_campaign_counts_once(sums: ModuleType, tmp_path: Path) -> None:
     added(sums, RUN, tmp_path / "a", "rounds")
     before = sums.SUMS.read_text()

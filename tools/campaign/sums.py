@@ -32,6 +32,8 @@ ROUNDS = {"rounds": "rounds of all doors", "program": "rounds of the C++ program
 PARTS = (*verdict.OF_INTEGRITY_FUZZ, "planted", "coverage")  # also without a report, when they were killed
 STEPS = {"steps": "faults and kills at every step", "pairs": "two at a time"}
 DISKS = {"power_cuts": "power cuts", "bad_disks": "bad disks"}
+NAMES = {**ROUNDS, **STEPS, **DISKS, "tests": "the runtime's long tests", "fuzzers": "fuzzers"}
+HOURS_OF_A_REPORT = 4
 
 Counts = collections.Counter[str]
 
@@ -73,8 +75,9 @@ def add(sums: dict[str, Any], run: dict[str, Any], found: dict[str, dict[str, An
         raise ValueError(f"of the campaign of {run['date']} with seed {run['seed']} {SUMS} has {', '.join(again)} already")
     run["parts"] = {name: [part["seconds"], part["escapes"]] for name, part in found.items()}
     sums["runs"].append(run)
-    for name, part in found.items():
-        sums["counts"][name] = dict(sorted((Counts(sums["counts"].get(name, {})) + part["counts"]).items()))
+    for counts in (sums["counts"], sums.setdefault("versions", {}).setdefault(run["version"], {})):
+        for name, part in found.items():
+            counts[name] = dict(sorted((Counts(counts.get(name, {})) + part["counts"]).items()))
 
 
 def done(name: str, counts: Counts) -> str:
@@ -102,21 +105,32 @@ def done(name: str, counts: Counts) -> str:
 
 
 def table(sums: dict[str, Any]) -> str:
-    """The sums as text."""
-    runs = sums["runs"]
-    names = {**ROUNDS, **STEPS, **DISKS, "tests": "the runtime's long tests", "fuzzers": "fuzzers"}
-    hours = sum(part[0] for run in runs for name, part in run["parts"].items() if name in names) / 3600
+    """The sums as text: of all runs, and of the version with most hours, from four hours on."""
+    text = _table(sums["runs"], sums["counts"])
+    versions = {version: [run for run in sums["runs"] if run["version"] == version] for version in sums.get("versions", ())}
+    longest = max(versions, key=lambda version: _hours(versions[version]), default="")
+    if longest and len(versions[longest]) < len(sums["runs"]) and _hours(versions[longest]) >= HOURS_OF_A_REPORT:
+        text += f"\n\nOf these, the runs of {longest}:\n\n{_table(versions[longest], sums['versions'][longest])}"
+    return text
+
+
+def _hours(runs: list[dict[str, Any]]) -> float:
+    return float(sum(part[0] for run in runs for name, part in run["parts"].items() if name in NAMES) / 3600)
+
+
+def _table(runs: list[dict[str, Any]], counts: dict[str, dict[str, int]]) -> str:
+    hours = _hours(runs)
     lines = [f"{len(runs)} run{'s' * (len(runs) > 1)}, {hours:.1f} hours in all, of {', '.join(dict.fromkeys(run['version'] for run in runs))} on "
              f"{', '.join(dict.fromkeys(run['machine'] for run in runs))}:", "",
              "| part | hours | done | escapes |", "| --- | ---: | --- | ---: |"]  # fmt: skip
-    for name, title in names.items():
+    for name, title in NAMES.items():
         parts = [run["parts"][name] for run in runs if name in run["parts"]]
         if parts:
-            lines.append(f"| {title} | {sum(p[0] for p in parts) / 3600:.1f} | {done(name, Counts(sums['counts'][name]))} "
+            lines.append(f"| {title} | {sum(p[0] for p in parts) / 3600:.1f} | {done(name, Counts(counts[name]))} "
                          f"| {sum(p[1] for p in parts)} |")  # fmt: skip
     together = Counts()
     for name in ROUNDS:
-        together.update(sums["counts"].get(name, {}))
+        together.update(counts.get(name, {}))
     lines += ["", "```", *campaign.table_of_events(together), "```"]
     return "\n".join(lines)
 
