@@ -148,8 +148,10 @@ class _Drawing:
         return made
 
     def _slow_orphans_down(self) -> None:
-        """Workers of trainers that have ended write for some time."""
+        """Workers of trainers that have ended write for some time. Where the user asks for these kills, all lives end so."""
         for actions in self.round["lives"]:
+            if KILL_RECOVER in self.limits.kinds:
+                [a for a in actions if a["do"] == "save"][-1]["event"] = self._event(self.choose.choice(LEAVE_ORPHANS[:-1]))
             for action in actions:
                 if action.get("event", {}).get("kind") in LEAVE_ORPHANS:
                     self.round["trainer_death"] = "finish"
@@ -202,9 +204,11 @@ class _Drawing:
                 actions.append({"do": "recover"})
             elif self.often(0.08) and self.round["ranks"] == self.round["jobs"] == 1 and format_of(self.round) != "dcp":
                 actions.append({"do": "move", "beside": True})  # a save of DCP's fails then
+        if any(map(_is_killed_in_call, actions)) and self.often(0.7):
+            actions = [a for a, then in itertools.zip_longest(actions, actions[1:]) if a["do"] != "wait" or not _is_killed_in_call(then)]
         for before, action in itertools.pairwise(actions):
             # Beside the writes of the save before: one rate needs no wait between them, and both do not fit into the memory at once.
-            if action.get("event", {}).get("kind") == "kill-in-call" and before["do"] == "save":
+            if _is_killed_in_call(action) and before["do"] == "save":
                 before["rate"] = action["rate"] = choose.choice((16, 32)) * MIB
                 for one in (before, action):
                     one["spec"]["bytes"] = choose.randrange(9 * MIB, 15 * MIB)
@@ -274,6 +278,10 @@ class _Drawing:
             least = MIB if self.round["door"] == PLAN else 0
             event["bytes"] = max(least, choose.choice((0, MIB, 9 * MIB, 20 * MIB, 40 * MIB, 80 * MIB)))
         return event
+
+
+def _is_killed_in_call(action: dict[str, Any] | None) -> bool:
+    return action is not None and action.get("event", {}).get("kind") == "kill-in-call"
 
 
 def draw(seed: int, number: int, limits: Limits) -> dict[str, Any]:
