@@ -157,6 +157,15 @@ def test_a_save_finds_memory_where_no_other_holds_any(when_full: str) -> None:
     assert blamed([*one(1, 1, "durable"), *one(2, 3, "failed", "RESOURCE_EXHAUSTED: step-2")], when_full="wait") == [2]
 
 
+@pytest.mark.parametrize(("number", "errors", "is_fine"), [(30, {"WRITE EIO": 1}, True), (30, {}, False), (13, {"WRITE EIO": 1}, False)])
+def test_a_file_system_that_errs_may_become_read_only(number: int, errors: dict[str, int], is_fine: bool) -> None:
+    told = lines((1, "call", 1, 0, None), (3, "failed", 1, 0, "PERMISSION_DENIED: step-1"))
+    told[1]["errors"][0]["errno"] = number
+    looking = judge.Judge(made(save(1)), "/run")
+    looking.hear(told, [save(1)], errors)
+    assert (looking.problems == []) == is_fine, looking.problems
+
+
 @pytest.mark.parametrize(("number", "is_fine"), [(5, True), (0, True), (28, False)])
 def test_a_failure_by_one_fault_has_its_errno(number: int, is_fine: bool) -> None:
     told = lines((1, "call", 1, 0, None), (2, "fired", 1, 0, "fault"), (3, "failed", 1, 0, "DATA_LOSS: step-1"))

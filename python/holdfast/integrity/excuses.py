@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +41,11 @@ _CODES = {
 _OF_RANKS = {"holdfast": {"ABORTED", "DEADLINE_EXCEEDED"}, "dcp": {"ABORTED", "UNAVAILABLE"}}
 _KEPT = ("persistent", "thread")  # launchers with one worker for all saves
 _LATE = 100_000_000  # nanoseconds by which a trainer may tell of an event behind its effect
+
+
+def has_code(error: dict[str, Any], allowed: set[str], causes: set[str]) -> bool:
+    """Whether an error's code is one of those that are allowed. A file system whose disk refuses writes becomes read-only."""
+    return error["code"] in allowed or error["errno"] == errno.EROFS and "errs" in causes
 
 
 @dataclasses.dataclass(frozen=True)

@@ -242,7 +242,7 @@ class Judge:
             if causes & {"limit-files", "limit-memory"} and error["code"] == "ABORTED" and _WITHOUT_ROOM in error["message"]:
                 continue
             is_overtaken = error["code"] == "ABORTED" and _OF_WORKER not in error["message"] and excuse.may_be_overtaken(made, at)
-            if error["code"] not in allowed and not is_overtaken:
+            if not excuses.has_code(error, allowed, causes) and not is_overtaken:
                 self.blame("v", f"{what} without a cause among {sorted(causes)}: {error}")
             elif causes - set(schedule.HARMLESS) == {"fault"} and error["errno"] not in excuse.errnos:
                 self.blame("v", f"{what} with errno {error['errno']}, and not one of {sorted(excuse.errnos)}: {error}")
