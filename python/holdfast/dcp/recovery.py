@@ -59,7 +59,8 @@ def recover(path: str | os.PathLike[str], wait_for_orphans: float = 30.0) -> lis
 def _complete(directory: Path, end: float) -> list[str]:
     """Commits what all ranks have written; returns the names of the metadata files."""
     committed: list[str] = []
-    for attempt, manifests in _candidates(directory):
+    candidates = _candidates(directory)
+    for attempt, manifests in candidates:
         try:
             name = _commit(directory, attempt, manifests, committed, end)
         except Error as error:
@@ -67,6 +68,9 @@ def _complete(directory: Path, end: float) -> list[str]:
             continue
         if name:
             committed.append(name)
+    if candidates:  # also of an earlier recovery, which may have ended before this
+        with of_system(f"recover {directory}: make its name durable"):
+            sync_directory(directory.parent)
     return committed
 
 
@@ -147,8 +151,6 @@ def _commit(directory: Path, attempt: str, manifests: list[str], committed: list
     writer.adopt(attempt, name)
     files = [part.file for part in parts]
     writer.complete(assemble(parts, plans, str(directory)), len(parts), files, deletes=False, lock_end=end)
-    with of_system(f"recover {directory}: make its name durable"):
-        sync_directory(directory.parent)
     return name
 
 
