@@ -46,7 +46,7 @@ cmake --build --preset coverage -j "$(build_jobs)" ${targets[0]:+--target "${tar
 export LLVM_PROFILE_FILE=$raw/%m%c.profraw
 status=0
 cpp_tests() { # CTEST OPTION...
-  say "== C++ tests${GTEST_FILTER:+ without $GTEST_FILTER}"
+  say "== C++ tests${GTEST_FILTER:+ $GTEST_FILTER}"
   ctest --preset coverage "$@" >"$build/tests.log" 2>&1 || status=$?
   grep -E '^[0-9]+% tests passed|^[[:space:]]+[0-9]+ - ' "$build/tests.log" || tail -n 5 "$build/tests.log"
 }
@@ -60,7 +60,8 @@ while IFS= read -r file; do modules+=(-object "$file"); done < <(
 counted() {
   local profiles=("$raw"/*.profraw)
   [ -e "${profiles[0]}" ] || fail "no test has run"
-  llvm-profdata-14 merge -sparse -o "$build/all.profdata" "${profiles[@]}"
+  rm -f "$build/all.profdata"
+  llvm-profdata-14 merge -sparse -o "$build/all.profdata" "${profiles[@]}" || return
   llvm-cov-14 export -summary-only "${modules[@]}" -instr-profile="$build/all.profdata" "${sources[@]}" 2>/dev/null |
     python3 "$root/tools/coverage_table.py" "$root" "${HOLDFAST_COVERAGE_MIN:-0}"
 }
@@ -70,7 +71,7 @@ if [ -n "$launchers" ]; then
   echo '| --- | ---: | ---: | ---: |' >>"$build/coverage.txt"
   for launcher in $launchers; do
     rm -f "$raw"/*
-    others=$(printf '%s\n' $launchers | grep -vx "$launcher" | sed 's|.*|*/&*|' | paste -sd :)
+    others=$(printf '%s\n' $launchers | grep -vx "$launcher" | sed 's|.*|*.*/&*|' | paste -sd :)
     GTEST_FILTER=-$others cpp_tests "$@"
     counted >"$build/$launcher.txt" || status=$?
     sed -n "s/^| all |/| $launcher |/p" "$build/$launcher.txt" >>"$build/coverage.txt"
