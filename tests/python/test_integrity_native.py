@@ -70,7 +70,7 @@ def test_an_end_of_a_process_leaves_what_was_saved(kind: str, bench: rounds.Benc
 def test_a_limit_or_a_change_comes_while_bytes_are_written(door: str, kind: str, place: float, code: str, bench: rounds.Bench) -> None:
     if (door, kind) == ("save_async", "limit-memory"):
         return  # PyTorch's own threads end a process that gets no memory
-    struck = {**event(kind, in_flight=True, place=place, bytes=schedule.MIB, seconds=0.3), "spec": {"bytes": 8 * schedule.MIB - 1}}
+    struck = {**event(kind, in_flight=True, place=place, bytes=schedule.MIB, seconds=0.6), "spec": {"bytes": 8 * schedule.MIB - 1}, "rate": 8 * schedule.MIB}
     result = bench.run(made(save(1, spec=WIDE), WAIT, save(2, **struck), save(3), door=door, launcher="persistent"))
     assert result.problems == [], result.log
     counted = {key: result.counts[key] for key in (f"in flight {kind}", "durable", "failed")}

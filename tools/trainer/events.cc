@@ -99,11 +99,10 @@ __rlimit_resource ResourceOf(const Event& event) {
 rlim_t LimitOf(const Event& event, int pid) {
   const std::string process = pid == 0 ? "/proc/self" : absl::StrCat("/proc/", pid);
   if (event.kind == "limit-memory") return AddressSpaceBytes(process) + event.bytes;
-  rlim_t value = event.bytes;
-  if (event.kind == "limit-files") {
-    for (const int fd : NumbersIn(process + "/fd"))
-      value = std::max(value, static_cast<rlim_t>(fd) + 1);
-  }
+  if (event.kind == "limit-size") return event.bytes;
+  rlim_t value = 0;
+  for (const int fd : NumbersIn(process + "/fd"))
+    value = std::max(value, static_cast<rlim_t>(fd) + 1);
   return value;
 }
 
@@ -186,8 +185,8 @@ Limit::~Limit() {
 
 void Events::BeginCall(uint64_t number, const Event& event) {
   if (event.in_flight) {
-    const std::lock_guard lock(sealed_mutex_);
-    keeps_sealed_ = IsChange(event);
+    const std::lock_guard lock(sealed_->mutex);
+    sealed_->keeps = IsChange(event);
   } else if (IsChange(event)) {
     changing_ = event;
     change_ = number;
@@ -220,14 +219,15 @@ void Events::EndCall() {
 void Events::EndSave() {
   change_ = 0;
   Join();
-  const std::lock_guard lock(sealed_mutex_);
-  keeps_sealed_ = false;
-  sealed_.clear();
+  const std::lock_guard lock(sealed_->mutex);
+  sealed_->keeps = false;
+  sealed_->extents.clear();
 }
 
 void Events::Sealed(const SealedExtent& extent) {
   if (extent.bytes == 0) return;
-  if (const std::lock_guard lock(sealed_mutex_); keeps_sealed_) sealed_.push_back(extent);
+  if (const std::lock_guard lock(sealed_->mutex); sealed_->keeps)
+    sealed_->extents.push_back(extent);
   const uint64_t number = change_.exchange(0);
   if (number == 0) return;
   volatile char* const place = static_cast<char*>(extent.memory) + extent.bytes / 2;
@@ -242,20 +242,21 @@ void Events::Sealed(const SealedExtent& extent) {
   });
 }
 
-void Events::Released(const void* memory, uint64_t bytes) {
+void SealedExtents::Release(const void* memory, uint64_t bytes) {
   const char* const begin = static_cast<const char*>(memory);
-  const std::lock_guard lock(sealed_mutex_);
-  sealed_.remove_if([begin, bytes](const SealedExtent& extent) {
+  const std::lock_guard lock(mutex);
+  extents.remove_if([begin, bytes](const SealedExtent& extent) {
     const char* const at = static_cast<const char*>(extent.memory);
     return at >= begin && at < begin + bytes;
   });
 }
 
 void Events::ChangeSealed(uint64_t number, const Event& event, const std::string& phase) {
-  std::unique_lock lock(sealed_mutex_);
-  if (sealed_.empty()) return;
+  std::unique_lock lock(sealed_->mutex);
+  const std::list<SealedExtent>& extents = sealed_->extents;
+  if (extents.empty()) return;
   const SealedExtent changed = *std::next(
-      sealed_.begin(), static_cast<ptrdiff_t>(static_cast<double>(sealed_.size()) * event.place));
+      extents.begin(), static_cast<ptrdiff_t>(static_cast<double>(extents.size()) * event.place));
   volatile char* const place = static_cast<char*>(changed.memory) + changed.bytes / 2;
   const char old = *place;
   *place = static_cast<char>(old ^ 0x10);
@@ -265,7 +266,7 @@ void Events::ChangeSealed(uint64_t number, const Event& event, const std::string
   Sleep(event.seconds);
   lock.lock();
   // Memory that was released may have been sealed again.
-  if (std::any_of(sealed_.begin(), sealed_.end(), [&changed](const SealedExtent& extent) {
+  if (std::any_of(extents.begin(), extents.end(), [&changed](const SealedExtent& extent) {
         return extent.file == changed.file && extent.file_offset == changed.file_offset;
       }))
     *place = old;

@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <functional>
 #include <list>
+#include <memory>
 #include <mutex>
 #include <new>
 #include <nlohmann/json.hpp>
@@ -25,7 +26,7 @@
 namespace holdfast::trainer {
 
 /// Repeats `step`, of a thread beside the calls of saves, until it gets its memory: a limit of
-/// memory is of one call, and ends with it.
+/// memory ends soon.
 template <typename Step>
 auto WithMemory(const Step& step) {
   while (true) {
@@ -81,6 +82,17 @@ class Limit {
   std::vector<Process> processes_;
 };
 
+/// Extents of one save that are sealed and not released. A Checkpointer may release memory after
+/// the end of a life: its callback owns a share.
+struct SealedExtents {
+  /// For StagingOptions::on_released.
+  void Release(const void* memory, uint64_t bytes);
+
+  std::mutex mutex;
+  bool keeps = false;
+  std::list<SealedExtent> extents;
+};
+
 /// The events of one life. A thread waits for the moment of each.
 class Events {
  public:
@@ -103,8 +115,7 @@ class Events {
 
   /// For CheckpointerOptions::on_sealed.
   void Sealed(const SealedExtent& extent);
-  /// For StagingOptions::on_released.
-  void Released(const void* memory, uint64_t bytes);
+  const std::shared_ptr<SealedExtents>& sealed() const { return sealed_; }
 
   /// Tells that the event happened, in a phase of the save.
   void Fired(uint64_t number, const Event& event, const std::string& phase);
@@ -130,9 +141,8 @@ class Events {
   std::optional<SaveHandle> last_;   // the save that was watched last
   std::atomic<uint64_t> change_{0};  // number of the save whose next extent is changed
   Event changing_;
-  std::mutex sealed_mutex_;
-  bool keeps_sealed_ = false;
-  std::list<SealedExtent> sealed_;  // of the save whose memory is changed at a moment
+  // Of the save whose memory is changed at a moment.
+  const std::shared_ptr<SealedExtents> sealed_ = std::make_shared<SealedExtents>();
 };
 
 }  // namespace holdfast::trainer

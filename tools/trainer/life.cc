@@ -90,8 +90,8 @@ class Life {
     CheckpointerOptions options = task_.options;
     options.qos.bytes_per_second_max = rate;
     options.on_sealed = [this](const SealedExtent& extent) { events_.Sealed(extent); };
-    options.staging.on_released = [this](void* memory, uint64_t bytes) {
-      events_.Released(memory, bytes);
+    options.staging.on_released = [sealed = events_.sealed()](void* memory, uint64_t bytes) {
+      sealed->Release(memory, bytes);
       std::memset(memory, kReleased, bytes);
     };
     auto made = Checkpointer::Create(options);

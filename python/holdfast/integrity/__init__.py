@@ -358,6 +358,9 @@ def _slow_disk(arguments: argparse.Namespace, base: str) -> Iterator[str]:
 
     if arguments.places != slow_disk.NAME:
         raise ValueError(f"--places {arguments.places}: --faults and --kills run in the directory, or on {slow_disk.NAME}")
+    if arguments.no_mount:
+        raise ValueError("--no-mount leaves no slow disk to --places")
+    os.makedirs(base, exist_ok=True)
     if reason := places.why_not(slow_disk.NAME):
         raise OSError(f"--places {slow_disk.NAME}: {reason}")
     with tempfile.TemporaryDirectory(prefix="holdfast-steps-", dir=base) as at, places.made(

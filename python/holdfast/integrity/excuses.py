@@ -45,7 +45,8 @@ _LATE = 100_000_000  # nanoseconds by which a trainer may tell of an event behin
 
 def has_code(error: dict[str, Any], allowed: set[str], causes: set[str]) -> bool:
     """Whether an error's code is one of those that are allowed. A file system whose disk refuses writes becomes read-only."""
-    return error["code"] in allowed or error["errno"] == errno.EROFS and "errs" in causes
+    is_read_only = error["code"] == "PERMISSION_DENIED" and error["errno"] == errno.EROFS
+    return error["code"] in allowed or is_read_only and "errs" in causes
 
 
 @dataclasses.dataclass(frozen=True)

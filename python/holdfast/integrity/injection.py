@@ -20,6 +20,7 @@ import platform
 import select
 import signal
 import socket
+import stat
 import struct
 import threading
 import time
@@ -327,9 +328,12 @@ class Injector:
             if isinstance(act, int):
                 value, error, flags = 0, -act, 0
             elif act in SHORT:
+                made = self.fired.pop()  # until it is
                 value, flags = _part(tid, _NAMES[number], arguments, act), 0
                 if value < 0:
                     value, flags = 0, _CONTINUE
+                else:
+                    self.fired.append(made)
         with contextlib.suppress(OSError):
             fcntl.ioctl(listener, _SEND, bytearray(_ANSWER.pack(id_, value, error, flags)), True)
 
@@ -380,7 +384,7 @@ def line(fired: dict[str, Any]) -> dict[str, Any]:
     """What was made of an injection as a line of a trainer, for the judge."""
     role, _, rank = fired["step"].role.partition(" ")
     kind = ("kill-worker" if role == "worker" else "kill-trainer") if fired["act"] == "kill" else "fault"
-    number = getattr(errno, fired["act"], errno.EIO)  # also of a transfer of no bytes
+    number = errno.EIO if fired["act"] == "none" else getattr(errno, fired["act"], 0)
     return {"event": "fired", "kind": "kill-both" if fired["act"] == "kill-all" else kind, "phase": "step",
             "rank": int(rank or 0), "job": 0, "at": fired["at"], "errno": number}  # fmt: skip
 
@@ -447,8 +451,9 @@ def _open_as(tid: int, fd: int, call: str) -> int:
 def _part(tid: int, call: str, arguments: list[int], act: str) -> int:
     """Does a part of a transfer in the caller's place; -1 where there is no such part."""
     fd, address, count, offset = arguments[:4]
-    if act == "none" or count < 2:
-        return 0 if count >= 2 else -1
+    is_file = stat.S_ISREG(os.stat(f"/proc/{tid}/fd/{ctypes.c_int(fd).value}").st_mode)
+    if act == "none" or count < 2 or not is_file:
+        return 0 if count >= 2 and is_file else -1
     part = (count // 2 - 1) | 1 if act == "odd" else count // 2 // 4096 * 4096 or count // 2
     copy = _open_as(tid, ctypes.c_int(fd).value, call)
     if copy < 0:

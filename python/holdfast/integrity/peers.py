@@ -79,6 +79,7 @@ def reduce(round_: dict[str, Any], saver: str) -> dict[str, Any]:
                 action["rate"] = 0
                 if "event" in action and action["event"]["kind"] not in kinds:
                     del action["event"]
+                action.get("event", {}).pop("in_flight", None)  # no other saver tells how far it is
             actions.append(action)
     return made
 

@@ -163,7 +163,7 @@ def limited(kind: str, more: int, pids: Iterable[int]) -> Iterator[None]:
 
 def _limit(kind: str, more: int, process: str) -> int:
     if kind == "limit-files":
-        return max(map(int, os.listdir(f"{process}/fd"))) + 1
+        return max(map(int, os.listdir(f"{process}/fd")), default=-1) + 1  # one that has ended has none
     if kind == "limit-memory":
         return int(Path(f"{process}/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE") + more
     return more

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Collection
 from typing import Any
 
+import holdfast
 from holdfast.integrity import (
     injection,
     jobs,
@@ -142,7 +143,7 @@ def _live(round_: dict[str, Any], life: int, place: places.Place, trainers: jobs
         made.blame("v", trainers.problem)
     early = bool(round_.get("kills_early"))
     if early:
-        _kill_recovery(round_, made, orphans)
+        _kill_recovery(round_, made, orphans, recover_beside)
     made.look(thorough=False)  # beside orphans that still write: readers see complete checkpoints alone
     left = orphans.wait(TIME_ORPHANS_MAX)
     if left:
@@ -151,7 +152,7 @@ def _live(round_: dict[str, Any], life: int, place: places.Place, trainers: jobs
         injector.close()
     place.cut()
     if not early:
-        _kill_recovery(round_, made, orphans)
+        _kill_recovery(round_, made, orphans, judge.recover)
     last = life == len(round_["lives"]) - 1
     made.recover()
     if dead:
@@ -160,10 +161,15 @@ def _live(round_: dict[str, Any], life: int, place: places.Place, trainers: jobs
     made.look(thorough=True, damages=last)
 
 
-def _kill_recovery(round_: dict[str, Any], made: judge.Judge, orphans: processes.Orphans) -> None:
+def recover_beside(directory: str) -> None:
+    """Recovers a directory in which workers of dead trainers may still write."""
+    holdfast.recover(directory, wait_for_orphans=judge.TIME_ORPHANS_MAX)
+
+
+def _kill_recovery(round_: dict[str, Any], made: judge.Judge, orphans: processes.Orphans, recover: Callable[[str], object]) -> None:
     if round_["kill_recover"] is None or not os.path.isdir(made.directory):
         return
-    status = jobs.run_and_kill(judge.recover, (made.directory,), round_["kill_recover"])
+    status = jobs.run_and_kill(recover, (made.directory,), round_["kill_recover"])
     if status == -signal.SIGKILL:
         made.count_event(schedule.KILL_RECOVER, in_flight=bool(orphans.alive()))
     elif status != 0:

@@ -126,7 +126,7 @@ class _Drawing:
         is_limited = any(event["kind"] == "limit-size" for event in events_of(made))
         made["store"] = "file" if self.often(0.15) and not is_limited else "server"
         is_wanted = KILL_RECOVER in self.limits.kinds
-        made["kill_recover"] = round(choose.random() * 0.05, 4) if self.often(0.9 if is_wanted else 0.15) else None
+        made["kill_recover"] = round(choose.random() * 0.05, 4) if self.often(0.9 if is_wanted else 0.0 if self.limits.kinds else 0.15) else None
         made["kills_early"] = self.often(0.5)  # that recovery, beside orphans that still write
         if made["kills_early"] and made["kill_recover"] is not None:
             self._slow_orphans_down()
@@ -209,6 +209,7 @@ class _Drawing:
         for before, action in itertools.pairwise(actions):
             # Beside the writes of the save before: one rate needs no wait between them, and both do not fit into the memory at once.
             if _is_killed_in_call(action) and before["do"] == "save":
+                self.round["arena"] = ARENA
                 before["rate"] = action["rate"] = choose.choice((16, 32)) * MIB
                 for one in (before, action):
                     one["spec"]["bytes"] = choose.randrange(9 * MIB, 15 * MIB)

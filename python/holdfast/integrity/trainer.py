@@ -43,6 +43,7 @@ TIME_SETTLE_MAX = 60.0  # in which what a save held has to go
 TIME_END_MAX = 180.0  # in which a process ends that has closed its pipe
 TIME_MISSED = 8.0  # after which a rank that was killed counts as gone
 TIME_HUNG = 3.0  # the same of a worker that hangs
+_RELEASED = ("manifest", "waiting for ranks", "committing", "done", "failed", "cancelled")  # phases without staged memory
 _ENDED = ("done", "failed", "cancelled")
 _COMMIT = ("syncing", "reading back", "manifest", "waiting for ranks", "committing")
 
@@ -206,7 +207,8 @@ class Trainer:
         self._set_rate(action.get("rate", 0))
         if mine and mine["kind"] in (*schedule.CHANGES, "lose-copy"):
             self._wait({})  # what is sealed then, and copied, is of this save
-            self._memory.watch(action["spec"]["bytes"] < schedule.ARENA // 2)
+            held = (self._checkpointer or holdfast).staging().get("bytes_held")
+            self._memory.watch(not held and action["spec"]["bytes"] < schedule.ARENA // 2)
         if self.round["door"] == schedule.MEGATRON:
             self._make_directory()
         self.tell("call", n=number)
@@ -386,10 +388,9 @@ class Trainer:
         kind, in_flight = event["kind"], event.get("in_flight", False)
         if kind in schedule.CHANGES and not in_flight:
             self._memory.change_next(number, kind, event["seconds"])
-        elif kind == "lose-copy":
-            if self._device:
-                self._device.lose_next(lambda: self.tell("fired", n=number, kind=kind, phase="call"))
-        elif in_flight or kind not in (*schedule.LIMITS, "step"):
+        elif kind == "lose-copy" and self._device:
+            self._device.lose_next(lambda: self.tell("fired", n=number, kind=kind, phase="call"))
+        elif in_flight or kind not in (*schedule.LIMITS, "step", "lose-copy"):
             known = handle.in_flight()
             thread = threading.Thread(target=self._hit, args=(number, event, known, children()), daemon=True)
             self.hits.append(thread)
@@ -443,7 +444,7 @@ class Trainer:
             time.sleep(seconds)
             with contextlib.suppress(holdfast.Error):
                 phase = save.progress()["phase"] if save is not None else phase
-        if kind in schedule.CHANGES:
+        if kind in schedule.CHANGES and phase not in _RELEASED:
             self._memory.change(number, kind, event.get("place", 0.0), seconds, phase)
             return
         if kind in schedule.LIMITS:
