@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import json
 import os
@@ -28,6 +29,7 @@ from holdfast.integrity import (
     processes,
     rounds,
     schedule,
+    sealed_memory,
     steps,
 )
 
@@ -273,3 +275,15 @@ def test_an_escape_counts_more_than_what_ends_the_power_cuts(
 
     monkeypatch.setattr(power_cuts, "campaign", cut)
     assert run_main(monkeypatch, "--power-cuts", "ext4") == (1 if has_escaped else status)
+
+
+@pytest.mark.parametrize(("phase", "count"), [("writing", 1), ("reading back", 1), ("manifest", 0), ("done", 0)])
+def test_memory_that_a_save_no_longer_holds_is_not_changed(phase: str, count: int) -> None:
+    told: list[str] = []
+    memory = sealed_memory.SealedMemory(lambda event, **_: told.append(event), keeps=False)
+    sealed = bytearray(64)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(sealed))
+    memory.watch(may_change=True)
+    memory.sealed(address, len(sealed), "file", 0)
+    memory.change(1, "change-sealed", 0.0, 0.0, phase)
+    assert (told, sum(map(bool, sealed))) == (["fired"] * count, count)

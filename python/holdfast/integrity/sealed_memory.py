@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 DEAD = ("kill-worker", "terminate-worker", "hang-worker", "oom-worker")  # events after which the worker is dead and its trainer lives
+_HELD_IN = ("writing", "syncing", "reading back")  # phases of a save in which it holds its staged memory
 _PAGE = 4096
 _KEEP_SIZE = 1
 
@@ -61,7 +62,7 @@ class SealedMemory:
 
     def change(self, save: int, kind: str, place: float, seconds: float, phase: str) -> None:
         """The same with an extent that was sealed since ``watch``, in a phase of the save."""
-        if self._extents and self._may_change:
+        if self._extents and self._may_change and phase in _HELD_IN:
             address, nbytes = self._extents[int(len(self._extents) * place)]
             self._change_at(address + nbytes // 2, save, kind, seconds, phase)
 

@@ -43,7 +43,6 @@ TIME_SETTLE_MAX = 60.0  # in which what a save held has to go
 TIME_END_MAX = 180.0  # in which a process ends that has closed its pipe
 TIME_MISSED = 8.0  # after which a rank that was killed counts as gone
 TIME_HUNG = 3.0  # the same of a worker that hangs
-_RELEASED = ("manifest", "waiting for ranks", "committing", "done", "failed", "cancelled")  # phases without staged memory
 _ENDED = ("done", "failed", "cancelled")
 _COMMIT = ("syncing", "reading back", "manifest", "waiting for ranks", "committing")
 
@@ -444,7 +443,7 @@ class Trainer:
             time.sleep(seconds)
             with contextlib.suppress(holdfast.Error):
                 phase = save.progress()["phase"] if save is not None else phase
-        if kind in schedule.CHANGES and phase not in _RELEASED:
+        if kind in schedule.CHANGES:
             self._memory.change(number, kind, event.get("place", 0.0), seconds, phase)
             return
         if kind in schedule.LIMITS:
