@@ -344,10 +344,8 @@ def _break_steps(arguments: argparse.Namespace, scratch: str) -> int:
         raise ValueError(f"--scripts: there is no {', '.join(sorted(unknown))}; there is {', '.join(steps.NAMES)}")
     if reason := injection.why_not():
         raise OSError(f"--faults, --kills: {reason}")
-    with contextlib.ExitStack() as stack:
-        directory = arguments.dir or scratch
-        if arguments.places:
-            directory = stack.enter_context(_slow_disk(arguments, directory))
+    base = arguments.dir or scratch
+    with _slow_disk(arguments, base) if arguments.places else contextlib.nullcontext(base) as directory:
         return _run_steps(arguments, directory, names)
 
 

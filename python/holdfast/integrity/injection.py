@@ -452,8 +452,10 @@ def _part(tid: int, call: str, arguments: list[int], act: str) -> int:
     """Does a part of a transfer in the caller's place; -1 where there is no such part."""
     fd, address, count, offset = arguments[:4]
     is_file = stat.S_ISREG(os.stat(f"/proc/{tid}/fd/{ctypes.c_int(fd).value}").st_mode)
-    if act == "none" or count < 2 or not is_file:
-        return 0 if count >= 2 and is_file else -1
+    if count < 2 or not is_file:
+        return -1
+    if act == "none":
+        return 0
     part = (count // 2 - 1) | 1 if act == "odd" else count // 2 // 4096 * 4096 or count // 2
     copy = _open_as(tid, ctypes.c_int(fd).value, call)
     if copy < 0:
