@@ -9,10 +9,9 @@ import select
 import shutil
 import signal
 import subprocess
-import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -67,20 +66,15 @@ def _ended(value: Any = None) -> Future:
 
 
 def captures_late() -> None:
-    """The state is read after the call has returned."""
+    """The state is read after the call has returned. Saves keep their order: one that is overtaken fails."""
+    one_by_one = ThreadPoolExecutor(1)
 
     def change(save: Any, state: Any, path: str) -> Any:
-        later: Future = Future()
-
-        def run() -> None:
+        def run() -> Any:
             time.sleep(0.1)
-            try:
-                later.set_result(_future(save(state, path)).result())
-            except BaseException as error:
-                later.set_exception(error)
+            return _future(save(state, path)).result()
 
-        threading.Thread(target=run).start()
-        return SimpleNamespace(durable=later, path=path, skipped=False)
+        return SimpleNamespace(durable=one_by_one.submit(run), path=path, skipped=False)
 
     _wrap(change)
 

@@ -9,6 +9,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -219,6 +220,32 @@ def test_a_crash_of_a_lane_is_of_its_round(number: signal.Signals, is_crash: boo
     with lanes.Lanes(1, Crash) as beside, pytest.raises(ChildProcessError):
         found += beside.run(iter([(number,)]), rounds.crashed)
     assert [(arguments, result.is_lost) for arguments, result in found] == ([((number,), True)] if is_crash else [])
+
+
+def server() -> int:
+    """The process that forks this one's trainers."""
+    jobs.ensure_server()
+    found: int = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+    assert os.waitpid(found, os.WNOHANG) == (0, 0)  # it is a child, and runs
+    return found
+
+
+class Server:
+    """A lane that starts its server."""
+
+    def run(self) -> int:
+        jobs.context.set_forkserver_preload([])
+        return server()
+
+    def close(self) -> None: ...
+
+
+def test_each_lane_has_a_server_of_its_own(adopting: None) -> None:
+    """Also where this process has one: orphans of its trainers would not come to the lane."""
+    own = server()
+    with lanes.Lanes(2, Server) as beside:
+        servers = {server for _, server in beside.run(() for _ in range(20))}
+    assert own not in servers and 1 <= len(servers) <= 2
 
 
 def run_main(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:

@@ -6,12 +6,13 @@ import contextlib
 import multiprocessing
 import signal
 from collections.abc import Callable, Iterator
-from multiprocessing import connection
+from multiprocessing import connection, forkserver
 from typing import Any, Protocol
 
 from holdfast.integrity import processes
 
-_context: Any = multiprocessing.get_context("spawn")
+# A lane has what this process has imported: PyTorch takes seconds.
+_context: Any = multiprocessing.get_context("fork")
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)  # of the terminal, and of the other side
 _OF_CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE)
 
@@ -26,6 +27,8 @@ class Bench(Protocol):
 class Lanes:
     """Processes, each of which adopts the orphans of its own trainers. A context manager.
 
+    They are forked: this process has no thread at work, and has used nothing of PyTorch but on one thread.
+
     Args:
         count: of processes.
         make: called in each process; importable.
@@ -35,7 +38,7 @@ class Lanes:
         self._lanes: dict[Any, Any] = {}
         for _ in range(count):
             mine, theirs = _context.Pipe()
-            process = _context.Process(target=_serve, args=(theirs, make))
+            process = _context.Process(target=_serve, args=(theirs, make, [mine, *self._lanes]))
             process.start()
             theirs.close()
             self._lanes[mine] = process
@@ -89,8 +92,15 @@ class Lanes:
                 yield arguments, result
 
 
-def _serve(channel: Any, make: Callable[[], Bench]) -> None:
-    """The life of a lane: runs what comes until the other side is closed, or until a signal."""
+def _serve(channel: Any, make: Callable[[], Bench], others: list[Any]) -> None:
+    """The life of a lane: runs what comes until the other side is closed, or until a signal.
+
+    Args:
+        others: the other side's ends, this lane's and those of lanes before it.
+    """
+    for end in others:
+        end.close()
+    forkserver._forkserver.__init__()  # type: ignore[attr-defined,misc]  # trainers are forked by a server of the lane's own
     processes.prepare_process()
     processes.interrupts.take(*_SIGNALS)
     with contextlib.suppress(KeyboardInterrupt, EOFError, BrokenPipeError):
