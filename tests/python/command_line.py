@@ -31,11 +31,11 @@ sys.exit(main())
 def holdfast(*arguments: object, torch: bool = True, timeout: float = 200) -> Run:
     """Runs ``holdfast ARGUMENTS``; `torch`: whether PyTorch can be imported there."""
     if torch:
-        program = programs.Program(["-m", "holdfast", *map(str, arguments)])
-        out, error = program.communicate(timeout)
-        return Run(program.wait(), out.decode(), error.decode())
-    done = subprocess.run([sys.executable, "-c", _WITHOUT_TORCH, *map(str, arguments)], capture_output=True, timeout=timeout)
-    return Run(done.returncode, done.stdout.decode(), done.stderr.decode())
+        done = programs.run("-m", "holdfast", *arguments, timeout=timeout)
+    else:
+        command = [sys.executable, "-c", _WITHOUT_TORCH, *map(str, arguments)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout)
+    return Run(done.returncode, done.stdout, done.stderr)
 
 
 _EACH = """

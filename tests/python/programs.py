@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from io import FileIO
 from multiprocessing.connection import Connection
+from subprocess import CompletedProcess
 from typing import Any
 
 import dcp_ranks
@@ -23,20 +24,21 @@ class Program:
     """A program that runs, with those methods of `subprocess.Popen` that tests use. Its stdout is a pipe."""
 
     def __init__(
-        self, arguments: Sequence[str], env: Mapping[str, str] | None = None, new_session: bool = False, stderr: bool = True
-    ) -> None:
+        self, arguments: Sequence[str], env: Mapping[str, str] | None = None, new_session: bool = False, stderr: bool = True,
+        cwd: str | None = None,
+    ) -> None:  # fmt: skip
         """Starts a program.
 
         Args:
             arguments: those of the interpreter: ``-c CODE``, ``-m MODULE`` or a file, and the program's own.
-            env: the environment; default: this process's.
+            env, cwd: the environment and the directory; default: this process's.
             new_session: a session of its own.
             stderr: as a pipe, too; else that of the tests.
         """
         pipes = [dcp_ranks.context.Pipe(duplex=False) for _ in range(2 if stderr else 1)]
         environment = dict(os.environ if env is None else env)
         self._process = dcp_ranks.context.Process(
-            target=_run, args=(list(arguments), environment, os.getcwd(), new_session, *(end for _, end in pipes))
+            target=_run, args=(list(arguments), environment, cwd or os.getcwd(), new_session, *(end for _, end in pipes))
         )
         self._process.start()
         for _, end in pipes:
@@ -76,6 +78,19 @@ class Program:
                 self.kill()
                 raise
             return tuple(each.result() for each in said)
+
+
+def run(*arguments: object, cwd: str | None = None, timeout: float = 200) -> CompletedProcess[str]:
+    """Runs a program to its end.
+
+    Args:
+        arguments, cwd: as of `Program`.
+        timeout: seconds, after which it is killed and `TimeoutError` is raised.
+    """
+    command = [str(argument) for argument in arguments]
+    program = Program(command, cwd=cwd)
+    out, error = program.communicate(timeout)
+    return CompletedProcess(command, program.wait(), out.decode(), error.decode())
 
 
 def _as_file(connection: Connection) -> FileIO:

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import programs
 import pytest
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
@@ -53,13 +54,7 @@ def adopting() -> Iterator[None]:
 
 
 def run_program(*arguments: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "holdfast.integrity", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=900,
-        check=False,
-    )
+    return programs.run("-m", "holdfast.integrity", *arguments, timeout=900)
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -7,12 +7,12 @@ import json
 import os
 import shlex
 import subprocess
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import programs
 import pytest
 
 from holdfast import integrity
@@ -36,9 +36,7 @@ SILENT = ("--plant", "integrity_planted:syncs_nothing")
 
 def run(*arguments: str, cwd: Path = Path(__file__).parent) -> subprocess.CompletedProcess[str]:
     """Runs the program where `integrity_planted` is found."""
-    return subprocess.run(
-        [sys.executable, "-B", "-m", "holdfast.integrity", *arguments], cwd=cwd, capture_output=True, text=True, timeout=900, check=False
-    )
+    return programs.run("-m", "holdfast.integrity", *arguments, cwd=str(cwd), timeout=900)
 
 
 def printed(said: str) -> list[str]:

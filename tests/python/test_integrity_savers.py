@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import programs
 import pytest
 
 from holdfast.integrity import jobs, megatron, peers, processes, rounds, schedule
@@ -34,11 +33,8 @@ def round_of_two(saver: str, **given: Any) -> dict[str, Any]:
 
 
 def test_savers_are_compared_by_the_same_rounds(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "holdfast.integrity", "--savers", "holdfast.dcp,dcp-thread", "--rounds", "3", "--seed", "5",
-         "--ranks", "1", "--jobs", "1", "--no-mount", "--dir", str(tmp_path), "--json"],
-        capture_output=True, text=True, timeout=600, check=False,
-    )  # fmt: skip
+    done = programs.run("-m", "holdfast.integrity", "--savers", "holdfast.dcp,dcp-thread", "--rounds", "3", "--seed", "5", "--ranks", "1",
+                        "--jobs", "1", "--no-mount", "--dir", tmp_path, "--json", timeout=600)  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     ours, stock = json.loads(done.stdout)
     assert (ours["saver"], stock["saver"]) == ("holdfast.dcp", "dcp-thread")
@@ -53,10 +49,7 @@ def test_a_saver_that_is_not_here_is_refused(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_an_unknown_saver_is_refused(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "holdfast.integrity", "--savers", "dcp-fiber", "--dir", str(tmp_path)],
-        capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
+    done = programs.run("-m", "holdfast.integrity", "--savers", "dcp-fiber", "--dir", tmp_path)
     assert done.returncode == 2
     assert "there is no dcp-fiber" in done.stderr
 

@@ -8,12 +8,11 @@ import itertools
 import json
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import programs
 import pytest
 
 from holdfast import integrity
@@ -264,8 +263,5 @@ def test_the_injector_leaves_no_descriptor(tmp_path: Path) -> None:
     "first/thread/io_uring,trainer-0:io_uring_register:1:EFAULT",
 ])  # fmt: skip
 def test_what_the_system_refuses_while_a_worker_is_set_up_has_a_code_and_an_object(replay: str, tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "holdfast.integrity", "--dir", str(tmp_path), "--replay", replay],
-        capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
+    done = programs.run("-m", "holdfast.integrity", "--dir", tmp_path, "--replay", replay, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
