@@ -126,7 +126,7 @@ class _Drawing:
         is_limited = any(event["kind"] == "limit-size" for event in events_of(made))
         made["store"] = "file" if self.often(0.15) and not is_limited else "server"
         is_wanted = KILL_RECOVER in self.limits.kinds
-        made["kill_recover"] = round(choose.random() * 0.05, 4) if self.often(0.9 if is_wanted else 0.0 if self.limits.kinds else 0.15) else None
+        made["kill_recover"] = round(choose.random() * 0.02, 4) if self.often(0.9 if is_wanted else 0.0 if self.limits.kinds else 0.15) else None
         made["kills_early"] = self.often(0.5)  # that recovery, beside orphans that still write
         if made["kills_early"] and made["kill_recover"] is not None:
             self._slow_orphans_down()
@@ -155,7 +155,7 @@ class _Drawing:
             for action in actions:
                 if action.get("event", {}).get("kind") in LEAVE_ORPHANS:
                     self.round["trainer_death"] = "finish"
-                    action["rate"] = self.choose.choice((16, 32)) * MIB
+                    action["rate"] = self.choose.choice((4, 8)) * MIB
                     action["spec"]["bytes"] = self.choose.randrange(9 * MIB, 15 * MIB)
 
     def _move_to(self, place: str) -> None:
@@ -210,7 +210,8 @@ class _Drawing:
             # Beside the writes of the save before: one rate needs no wait between them, and both do not fit into the memory at once.
             if _is_killed_in_call(action) and before["do"] == "save":
                 self.round["arena"] = ARENA
-                before["rate"] = action["rate"] = choose.choice((16, 32)) * MIB
+                before.pop("event", None)  # it may end the save
+                before["rate"] = action["rate"] = choose.choice((8, 16)) * MIB
                 for one in (before, action):
                     one["spec"]["bytes"] = choose.randrange(9 * MIB, 15 * MIB)
                 action["event"]["seconds"] = round(choose.random() * 1.5, 3)
