@@ -1,5 +1,7 @@
 // A thread of the library inside the host. The thread takes no signals, and a failed start is an
-// error, not an exception as with std::thread.
+// error, not an exception as with std::thread. Where `operator new` finds no memory, the thread
+// waits for memory up to 30 s: the first start installs a new handler, which calls the host's
+// handler in the host's threads.
 #ifndef HOLDFAST_RUNTIME_BASE_THREAD_H_
 #define HOLDFAST_RUNTIME_BASE_THREAD_H_
 
