@@ -420,11 +420,15 @@ def test_a_failing_round_becomes_small_and_its_command_reproduces_it(
 
 def test_smaller_rounds_are_smaller_and_end() -> None:
     round_ = schedule.draw(9, 4, schedule.Limits())
+    for action in schedule.saves_of(round_).values():
+        action["rate"] = schedule.MIB
     for _ in itertools.count():
         candidate = next(schedule.smaller(round_), None)
         if candidate is None:
             break
         assert candidate != round_ and candidate.keys() == round_.keys()
+        saves = schedule.saves_of(candidate).values()
+        assert all({"n", "step", "mutate", "rate", "spec"} <= action.keys() for action in saves)  # without one the C++ program ends
         round_ = copy.deepcopy(candidate)
     assert len(round_["lives"]) == len(round_["lives"][0]) == 1
 

@@ -363,11 +363,14 @@ def smaller(round_: dict[str, Any]) -> Iterator[dict[str, Any]]:
         for k, action in enumerate(actions):
             if action["do"] != "save":
                 continue
-            for key in ("event", "rate"):
-                if action.get(key):
-                    made = copy.deepcopy(round_)
-                    del made["lives"][i][k][key]
-                    yield made
+            if action.get("event"):
+                made = copy.deepcopy(round_)
+                del made["lives"][i][k]["event"]
+                yield made
+            if action.get("rate"):
+                made = copy.deepcopy(round_)
+                made["lives"][i][k]["rate"] = 0  # the C++ program wants one
+                yield made
             spec = action["spec"]
             for less in ({"tensors": 2}, {"bytes": 4096}, {"wide": False}, {"objects": False}):
                 if {**spec, **less} != spec:
