@@ -31,11 +31,10 @@ sys.exit(main())
 def holdfast(*arguments: object, torch: bool = True, timeout: float = 200) -> Run:
     """Runs ``holdfast ARGUMENTS``; `torch`: whether PyTorch can be imported there."""
     if torch:
-        done = programs.run("-m", "holdfast", *arguments, timeout=timeout)
-    else:
-        command = [sys.executable, "-c", _WITHOUT_TORCH, *map(str, arguments)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout)
-    return Run(done.returncode, done.stdout, done.stderr)
+        told = programs.run("-m", "holdfast", *arguments, timeout=timeout)
+        return Run(told.returncode, told.stdout, told.stderr)
+    done = subprocess.run([sys.executable, "-c", _WITHOUT_TORCH, *map(str, arguments)], capture_output=True, timeout=timeout)
+    return Run(done.returncode, done.stdout.decode(), done.stderr.decode())
 
 
 _EACH = """
@@ -57,10 +56,9 @@ print(json.dumps(runs))
 
 def each(*lines: list[object]) -> list[Run]:
     """Runs command lines one after the other in one process."""
-    program = programs.Program(["-c", _EACH, json.dumps([[str(argument) for argument in line] for line in lines])])
-    out, error = program.communicate(400)
-    assert program.wait() == 0, error
-    return [Run(*run) for run in json.loads(out)]
+    done = programs.run("-c", _EACH, json.dumps([[str(argument) for argument in line] for line in lines]), timeout=400)
+    assert done.returncode == 0, done.stderr
+    return [Run(*run) for run in json.loads(done.stdout)]
 
 
 def refused(done: Run, *said: str) -> None:

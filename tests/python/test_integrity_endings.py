@@ -244,7 +244,7 @@ def test_each_lane_has_a_server_of_its_own(adopting: None) -> None:
     """Also where this process has one: orphans of its trainers would not come to the lane."""
     own = server()
     with lanes.Lanes(2, Server) as beside:
-        servers = {server for _, server in beside.run(() for _ in range(20))}
+        servers = {found for _, found in beside.run(() for _ in range(20))}
     assert own not in servers and 1 <= len(servers) <= 2
 
 

@@ -31,7 +31,7 @@ class Lanes:
 
     Args:
         count: of processes.
-        make: called in each process; importable.
+        make: called in each process.
     """
 
     def __init__(self, count: int, make: Callable[[], Bench]) -> None:
