@@ -90,8 +90,8 @@ Pages Compare(int fd, uint64_t header, const std::vector<char>& data) {
 
 class Campaign {
  public:
-  explicit Campaign(const DeadWritesOptions& options) {
-    CheckpointerOptions given = OptionsOf(scratch_.path(), options.launcher, options.engine);
+  Campaign(const std::string& directory, const DeadWritesOptions& options) : directory_(directory) {
+    CheckpointerOptions given = OptionsOf(directory_, options.launcher, options.engine);
     given.time_stalled_max = kLong;
     given.time_memory_max = kLong;
     auto made = Checkpointer::Create(given);
@@ -103,7 +103,6 @@ class Campaign {
     }
   }
 
-  const std::string& directory() const { return scratch_.path(); }
   bool ok() const { return problems.empty(); }
 
   void KillOne(uint64_t round, DeadWritesResult* result) {
@@ -112,7 +111,7 @@ class Campaign {
     const auto handle = Begin("victim", victim);
     if (!handle.ok()) return Problem(handle.status());
     std::optional<base::UniqueFd> file;
-    if (!WaitFor([&] { return (file = OpenVictim(directory())).has_value(); }))
+    if (!WaitFor([&] { return (file = OpenVictim(directory_)).has_value(); }))
       return problems.push_back("the victim's file did not appear");
     absl::SleepFor(absl::Milliseconds(10 + 5 * (round % 8)));
     SendSignal(handle->worker_pid(), SIGKILL);
@@ -123,15 +122,14 @@ class Campaign {
     if (const auto report = after->WaitDurable(kLong); !report.ok()) {
       return Problem(report.status());
     }
-    if (const absl::Status same = next.CompareWith(directory() + "/next"); !same.ok())
-      Problem(same);
+    if (const absl::Status same = next.CompareWith(directory_ + "/next"); !same.ok()) Problem(same);
     AwaitWrites(file->get());
     const Pages pages = Compare(file->get(), header_bytes_, victim.tensors()[0].bytes);
     result->pages_written += pages.written;
     result->pages_dirty += pages.dirty;
     if (!WaitFor([&] { return checkpointer_->staging().bytes_held == 0; }))
       problems.push_back("memory is still held");
-    fs::remove_all(directory() + "/next");
+    fs::remove_all(directory_ + "/next");
   }
 
   std::vector<std::string> problems;
@@ -151,12 +149,12 @@ class Campaign {
     if (!handle.ok()) return Problem(handle.status());
     if (const auto report = handle->WaitDurable(kLong); !report.ok())
       return Problem(report.status());
-    const std::string path = directory() + "/first/" + kModel;
+    const std::string path = directory_ + "/first/" + kModel;
     header_bytes_ = fs::file_size(path) - state.tensors()[0].bytes.size();
-    fs::remove_all(directory() + "/first");
+    fs::remove_all(directory_ + "/first");
   }
 
-  ScratchDirectory scratch_;
+  std::string directory_;
   std::unique_ptr<Checkpointer> checkpointer_;
   uint64_t header_bytes_ = 0;
 };
@@ -204,13 +202,13 @@ std::optional<base::UniqueFd> KillTrainerInWrites(const CheckpointerOptions& opt
 
 DeadTrainerResult LockDuringWrites(Launcher launcher, EngineRung engine) {
   DeadTrainerResult result;
-  const ScratchDirectory scratch;
-  const auto slow = SlowDisk::Limit(scratch.path(), kBytesPerSecond);
+  const auto slow = SlowDisk::Mount(kBytesPerSecond);
   if (!slow.ok()) {
     result.skipped = std::string(slow.status().message());
     return result;
   }
-  const CheckpointerOptions options = OptionsOf(scratch.path(), launcher, engine);
+  const std::string& directory = (*slow)->path();
+  const CheckpointerOptions options = OptionsOf(directory, launcher, engine);
   const TrainingState state = TrainingState::Uniform(1, kStateBytes, 1);
   const auto file = KillTrainerInWrites(options, state);
   if (!file.has_value()) {
@@ -218,11 +216,11 @@ DeadTrainerResult LockDuringWrites(Launcher launcher, EngineRung engine) {
     return result;
   }
   // A recovery takes a directory whose lock it gets.
-  if (!AwaitLock(scratch.path())) result.problems.push_back("the save's lock is still held");
+  if (!AwaitLock(directory)) result.problems.push_back("the save's lock is still held");
   result.pages_at_lock = Compare(file->get(), 0, state.tensors()[0].bytes).written;
   AwaitWrites(file->get());
   result.pages_landed = Compare(file->get(), 0, state.tensors()[0].bytes).written;
-  const auto recovered = Recover(scratch.path(), {.wait_for_orphans = kLong});
+  const auto recovered = Recover(directory, {.wait_for_orphans = kLong});
   if (!recovered.ok()) {
     result.problems.push_back(recovered.status().ToString());
   } else if (recovered->removed.size() != 1) {
@@ -233,14 +231,14 @@ DeadTrainerResult LockDuringWrites(Launcher launcher, EngineRung engine) {
 
 ClosedResult CloseInWrites(Launcher launcher, EngineRung engine, absl::Duration patience) {
   ClosedResult result;
-  const ScratchDirectory scratch;
   // The save ends half a second after the kill, and some of its writes later.
-  const auto slow = SlowDisk::Limit(scratch.path(), kBytesPerSecond / 2);
+  const auto slow = SlowDisk::Mount(kBytesPerSecond / 2);
   if (!slow.ok()) {
     result.skipped = std::string(slow.status().message());
     return result;
   }
-  const CheckpointerOptions options = OptionsOf(scratch.path(), launcher, engine);
+  const std::string& directory = (*slow)->path();
+  const CheckpointerOptions options = OptionsOf(directory, launcher, engine);
   const TrainingState state = TrainingState::Uniform(1, kStateBytes, 1);
   const Holdings before = Holdings::OfSelf();
   std::optional<base::UniqueFd> file;
@@ -252,7 +250,7 @@ ClosedResult CloseInWrites(Launcher launcher, EngineRung engine, absl::Duration 
     }
     const std::vector<TensorSource> sources = state.Sources();
     const auto handle = (*checkpointer)->SaveAsync({.name = "victim", .tensors = sources});
-    if (!handle.ok() || !WaitFor([&] { return (file = OpenVictim(scratch.path())).has_value(); })) {
+    if (!handle.ok() || !WaitFor([&] { return (file = OpenVictim(directory)).has_value(); })) {
       result.problems.push_back("the victim's file did not appear");
       return result;
     }
@@ -275,21 +273,20 @@ ClosedResult CloseInWrites(Launcher launcher, EngineRung engine, absl::Duration 
   result.pages_at_release = pages();
   AwaitWrites(own);
   result.pages_landed = pages();
-  const auto recovered = Recover(scratch.path(), {.wait_for_orphans = kLong});
+  const auto recovered = Recover(directory, {.wait_for_orphans = kLong});
   if (!recovered.ok()) result.problems.push_back(recovered.status().ToString());
-  if (!fs::is_empty(scratch.path())) result.problems.push_back("the dead save was not removed");
+  if (!fs::is_empty(directory)) result.problems.push_back("the dead save was not removed");
   return result;
 }
 
 DeadWritesResult KillWorkersInWrites(const DeadWritesOptions& options) {
   DeadWritesResult result;
-  const ScratchDirectory probe;
-  const auto slow = SlowDisk::Limit(probe.path(), kBytesPerSecond);
+  const auto slow = SlowDisk::Mount(kBytesPerSecond);
   if (!slow.ok()) {
     result.skipped = std::string(slow.status().message());
     return result;
   }
-  Campaign campaign(options);
+  Campaign campaign((*slow)->path(), options);
   for (uint32_t round = 0; round < options.kills && campaign.ok(); ++round) {
     campaign.KillOne(round, &result);
   }

@@ -13,6 +13,7 @@
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
+#include "runtime/base/status.h"
 #include "tests/testing/child_process.h"
 
 namespace holdfast::testing {
@@ -24,25 +25,12 @@ namespace fs = std::filesystem;
 constexpr char kVersion1[] = "/sys/fs/cgroup/blkio";
 constexpr char kVersion2[] = "/sys/fs/cgroup";
 
+constexpr uint64_t kBytes = 128u << 20;  // of the file system
+
 bool Write(const std::string& path, const std::string& text) {
   std::ofstream file(path);
   file << text << std::flush;
   return file.good();
-}
-
-// Returns "254:0", the whole disk for a directory on a partition. Empty: not on a disk.
-std::string DiskOf(const std::string& directory) {
-  struct stat found {};
-  if (stat(directory.c_str(), &found) != 0) return {};
-  const std::string device = absl::StrCat(major(found.st_dev), ":", minor(found.st_dev));
-  std::error_code error;
-  fs::path entry = fs::canonical("/sys/dev/block/" + device, error);
-  if (error) return {};
-  if (fs::exists(entry / "partition")) entry = entry.parent_path();
-  std::ifstream file(entry / "dev");
-  std::string disk;
-  file >> disk;
-  return disk;
 }
 
 // The group of this process in the tree of `controller` ("" for version 2), from its root.
@@ -57,13 +45,18 @@ std::string OwnGroup(const std::string& controller) {
 
 }  // namespace
 
-absl::StatusOr<std::unique_ptr<SlowDisk>> SlowDisk::Limit(const std::string& directory,
-                                                          uint64_t bytes_per_second) {
-  const std::string disk = DiskOf(directory);
-  if (disk.empty()) return absl::UnavailableError(directory + " is on no disk of its own");
+absl::StatusOr<std::unique_ptr<SlowDisk>> SlowDisk::Mount(uint64_t bytes_per_second) {
+  std::unique_ptr<SlowDisk> made(new SlowDisk());
+  auto mounted = SmallFileSystem::Loop("mkfs.ext4 -q -F", "ext4", kBytes);
+  if (!mounted.ok()) return mounted.status();
+  made->file_system_ = *std::move(mounted);
+  made->path_ = made->file_system_->path() + "/run";
+  struct stat found {};
+  if (mkdir(made->path_.c_str(), 0755) != 0 || stat(made->path_.c_str(), &found) != 0)
+    return base::ErrnoStatus("mkdir", made->path_, errno);
+  const std::string disk = absl::StrCat(major(found.st_dev), ":", minor(found.st_dev));
   const bool version1 = fs::exists(kVersion1);
   const std::string root = version1 ? kVersion1 : kVersion2;
-  std::unique_ptr<SlowDisk> made(new SlowDisk());
   made->before_ = root + OwnGroup(version1 ? "blkio" : "");
   made->group_ = absl::StrCat(root, "/holdfast-test-", getpid());
   std::error_code error;
