@@ -9,12 +9,18 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.integrity import served_disk
+
 
 @contextmanager
 def btrfs(directory: Path) -> Iterator[Path]:
     """Makes `directory` and mounts a Btrfs there; without root, its programs or a loop device the test is skipped."""
-    image = str(directory.with_suffix(".image"))
-    with _mounted(directory, ["truncate", "--size=256M", image], ["mkfs.btrfs", "--quiet", image], ["mount", "-o", "loop", image]):
+    image = served_disk.sparse(str(directory.with_suffix(".image")), 256 << 20)
+    try:
+        served_disk.make("btrfs", image)
+    except (FileNotFoundError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"{error} {getattr(error, 'stderr', '')}")
+    with _mounted(directory, ["mount", "-o", "loop", image]):
         yield directory
 
 
@@ -26,17 +32,12 @@ def mounted(directory: Path, mib: int) -> Iterator[Path]:
 
 
 @contextmanager
-def _mounted(directory: Path, *commands: list[str]) -> Iterator[None]:
-    """Makes `directory`, and mounts there by the last command, whose last argument is left out."""
+def _mounted(directory: Path, command: list[str]) -> Iterator[None]:
+    """Makes `directory`, and mounts there by a command without its last argument."""
     directory.mkdir()
-    commands[-1].append(str(directory))
-    for command in commands:
-        try:
-            made = subprocess.run(command, capture_output=True, text=True, check=False)
-        except FileNotFoundError as error:
-            pytest.skip(str(error))
-        if made.returncode != 0:
-            pytest.skip(f"{' '.join(command)}: {made.stderr.strip()}")
+    made = subprocess.run([*command, str(directory)], capture_output=True, text=True, check=False)
+    if made.returncode != 0:
+        pytest.skip(f"{' '.join(command)}: {made.stderr.strip()}")
     try:
         yield
     finally:

@@ -25,7 +25,7 @@ from test_integrity import event, made, save
 
 import holdfast
 from holdfast import integrity
-from holdfast.integrity import fuse_files, jobs, native, places, processes, rounds, schedule, slow_disk
+from holdfast.integrity import fuse_files, jobs, native, places, processes, rounds, schedule, served_disk, slow_disk
 
 MIB = 1 << 20
 WAIT = {"do": "wait"}
@@ -396,13 +396,14 @@ def test_a_limit_that_is_refused_is_no_plain_directory(kind: str, refused: str, 
         pytest.skip(reason)
     if kind == "small" and refused != "mount":
         pytest.skip("it has no quota")
-    run_ = subprocess.run
+    run_ = served_disk.run
 
-    def run(command: list[str], **options: Any) -> Any:
-        is_refused = " ".join(command).startswith((refused, f"btrfs {refused}"))
-        return run_(["sh", "-c", "echo not permitted >&2; exit 1"] if is_refused else command, **options)
+    def run(*command: str) -> str:
+        if " ".join(command).startswith((refused, f"btrfs {refused}")):
+            raise subprocess.CalledProcessError(1, command, "", "not permitted")
+        return run_(*command)
 
-    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(served_disk, "run", run)
     with pytest.raises(OSError, match=f"{refused} .*: not permitted"):
         rounds.run(made(save(1), disk=24, disk_kind=kind), str(tmp_path))
     assert os.listdir(tmp_path) == []

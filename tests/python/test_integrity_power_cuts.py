@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import functools
 import itertools
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 import time
@@ -93,6 +95,18 @@ def test_a_disk_that_another_mount_namespace_holds_changes_no_later_one(tmp_path
     holder.communicate(timeout=60)
     os.sync()
     assert later.read_bytes() == b"x" * MIB + bytes(15 * MIB)
+
+
+@pytest.mark.parametrize(("said", "is_made"), [("ERROR: cannot check mount status of x: No such device", True), ("ERROR: x is mounted", False)])
+def test_a_file_system_is_made_beside_unmounts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str, is_made: bool) -> None:
+    """mkfs.btrfs fails where another loop device that it asks is unmounted meanwhile."""
+    program = shutil.which("mkfs.btrfs") or pytest.skip("there is no mkfs.btrfs")
+    first = tmp_path / "mkfs.btrfs"
+    first.write_text(f'#!/bin/sh\n[ -e {tmp_path}/again ] && exec {program} "$@"\ntouch {tmp_path}/again\necho "{said}" >&2\nexit 1\n')
+    first.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    with contextlib.nullcontext() if is_made else pytest.raises(subprocess.CalledProcessError):
+        served_disk.make("btrfs", served_disk.sparse(str(tmp_path / "image"), 256 * MIB))
 
 
 def test_before_each_flush_are_three_cuts() -> None:

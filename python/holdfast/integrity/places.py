@@ -185,15 +185,17 @@ def _limited(directory: str, mib: int, kind: str) -> Iterator[None]:
         commands = [["mount", "-t", "tmpfs", "-o", f"size={mib}m", "holdfast-integrity", directory]]
     elif mib:
         commands = [
-            ["truncate", "--size=256M", image], ["mkfs.btrfs", "--quiet", "--force", image],
             ["mount", "-o", "loop", image, directory], ["btrfs", "quota", "enable", directory],
             ["btrfs", "qgroup", "limit", f"{mib}M", "0/5", directory],
         ]  # fmt: skip
     try:
-        for command in commands:
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
-            if done.returncode != 0:
-                raise OSError(f"{' '.join(command)}: {done.stderr.strip()}")
+        try:
+            if mib and kind == "quota":
+                served_disk.make("btrfs", served_disk.sparse(image, 256 << 20))
+            for command in commands:
+                served_disk.run(*command)
+        except subprocess.CalledProcessError as error:
+            raise OSError(f"{' '.join(error.cmd)}: {error.stderr.strip()}") from error
         yield
     finally:
         if commands:

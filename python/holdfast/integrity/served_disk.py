@@ -7,6 +7,7 @@ import errno
 import os
 import stat
 import subprocess
+import time
 from collections.abc import Iterator
 
 from holdfast.integrity import fuse
@@ -113,6 +114,7 @@ def attached(image: str) -> Iterator[str]:
 
 # Kinds of file systems: the options with which each is made.
 # No disk is discarded first: a record would have all of it as zeros.
+_RACE_SECONDS = 20.0
 _OF_EXT4 = ["-E", "nodiscard"]
 MAKING = {"ext4": _OF_EXT4, "ext4-nojournal": [*_OF_EXT4, "-O", "^has_journal"], "xfs": ["-f", "-K"], "btrfs": ["-f", "-K"]}
 
@@ -129,7 +131,16 @@ def make(kind: str, disk: str) -> None:
         subprocess.CalledProcessError: it cannot be made.
         FileNotFoundError: there is no program that makes it.
     """
-    run(f"mkfs.{type_of(kind)}", "-q", *MAKING[kind], disk)
+    end = time.monotonic() + _RACE_SECONDS
+    while True:
+        try:
+            run(f"mkfs.{type_of(kind)}", "-q", *MAKING[kind], disk)
+            return
+        except subprocess.CalledProcessError as error:
+            # mkfs.btrfs asks each mounted loop device for its file, and fails where one is unmounted meanwhile.
+            if "cannot check mount status" not in error.stderr or time.monotonic() > end:
+                raise
+        time.sleep(0.1)
 
 
 def repaired(device: str, kind: str) -> None:
