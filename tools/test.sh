@@ -53,8 +53,8 @@ mkdir -p "$results"
 rm -f "$results"/*.xml
 jobs=$(build_jobs)
 # On any machine: most of the tests' time is waiting. What runs alone says so (RUN_SERIAL).
-tests_at_once=8
-pytest_at_once=4
+tests_at_once=12
+pytest_at_once=7
 status=0
 
 target_of() { # PASS: what it builds (tests/README.md)
@@ -108,7 +108,7 @@ pytest_in() {
   local result=0
   local pytest=("$2" -B -m pytest "$root/tests/$1" -q -o cache_dir="$root/build/pytest-cache-$1")
   [ -n "${HOLDFAST_LONG:-}" ] || pytest+=(--timeout=600 --timeout-method=signal)
-  "${pytest[@]}" -n "$pytest_at_once" --dist loadfile --junitxml="$results/$1.xml" || result=1
+  "${pytest[@]}" -n "$pytest_at_once" --dist loadfile --no-loadscope-reorder --junitxml="$results/$1.xml" || result=1
   if [ "$result$retry" = 11 ]; then
     "${pytest[@]}" --last-failed --last-failed-no-failures none --junitxml="$results/$1.retry.xml" && result=0
   fi

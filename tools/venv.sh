@@ -43,7 +43,7 @@ fi
 pip() { "$python" -m pip --disable-pip-version-check install -q "$@" </dev/null; }
 say "Installing PyTorch, the test tools and holdfast into $venv"
 pip "${HOLDFAST_TORCH:-torch==2.13.0}" 'numpy<3' || fail "pip could not install PyTorch: is there a network?"
-pip 'safetensors>=0.5,<1' 'pytest>=8,<10' 'pytest-xdist>=3,<4' 'pytest-timeout>=2,<3' 'hypothesis>=6,<7' 'expecttest<1' 'grpcio<2' 'prometheus-client<1' \
+pip 'safetensors>=0.5,<1' 'pytest>=8,<10' 'pytest-xdist>=3.7,<4' 'pytest-timeout>=2,<3' 'hypothesis>=6,<7' 'expecttest<1' 'grpcio<2' 'prometheus-client<1' \
   'ruff<1' 'mypy<3' 'matplotlib<4' 'rich>=13,<16' 'obstore>=0.8,<1' 'moto[s3]>=5,<6' 'flask<4' 'flask-cors<7' \
   'wsgidav>=4.3,<5' 'cheroot>=10,<12' 'scikit-build-core>=0.10,<1' 'nanobind>=2.4,<3'
 if [ -n "$wheels" ]; then

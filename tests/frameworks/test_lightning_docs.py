@@ -12,6 +12,8 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "tests" / "python"))
 from test_documentation import program_of  # noqa: E402
 
+pytestmark = pytest.mark.long
+
 
 def run(program: str, directory: Path) -> str:
     done = subprocess.run([sys.executable, "-c", program], cwd=directory, capture_output=True, text=True, timeout=300)

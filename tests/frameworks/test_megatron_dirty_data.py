@@ -32,6 +32,8 @@ from no_gpu import cpu_for_gpu
 
 import holdfast.megatron
 
+pytestmark = pytest.mark.long
+
 
 def late(flag: str, fn: Any, *args: Any, **kwargs: Any) -> None:
     """Runs a request's function when a file is there."""

@@ -19,6 +19,8 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 import holdfast.dcp
 
+pytestmark = pytest.mark.long
+
 EXAMPLES = Path(__file__).parents[2] / "python" / "examples"
 TRACKER = "latest_checkpointed_iteration.txt"
 STEPS, EVERY = 10, 2

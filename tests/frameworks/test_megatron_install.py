@@ -16,6 +16,8 @@ import pytest
 
 import holdfast.dcp  # noqa: F401  # what every process here would import for itself
 
+pytestmark = pytest.mark.long
+
 _STRATEGIES = "megatron.core.dist_checkpointing.strategies"
 
 

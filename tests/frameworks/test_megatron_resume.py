@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from resume_campaign import LONG, SIZE, STEPS, Way, campaign, chain, check, newest_with
+
+pytestmark = pytest.mark.long
 
 MEGATRON = Way("megatron", newest_with("metadata.json"), ranks=2, first=1, trainer=Path(__file__).with_name("resume_megatron.py"))
 

@@ -8,6 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.long
+
 TESTS = Path(__file__).parents[1]
 TEXT = (TESTS.parent / "docs/nvrx.md").read_text()
 LOCAL, TORCH_SAVE = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)

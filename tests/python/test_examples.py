@@ -16,6 +16,8 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 import holdfast
 import holdfast.dcp
 
+pytestmark = pytest.mark.long
+
 EXAMPLES = Path(__file__).parents[2] / "python" / "examples"
 LIMIT = 120.0
 

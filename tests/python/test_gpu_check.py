@@ -15,7 +15,7 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 REHEARSAL = "rehearsal (CPU)"
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: run tools/gpu-check.sh itself")
+pytestmark = [pytest.mark.long, pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: run tools/gpu-check.sh itself")]
 
 
 def check(out: Path, *options: str, **environment: str) -> tuple[int, list[dict[str, Any]], str]:

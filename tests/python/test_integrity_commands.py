@@ -28,6 +28,8 @@ from holdfast.integrity import (
     schedule,
 )
 
+pytestmark = pytest.mark.long
+
 SMALL = ("--ranks", "1", "--no-mount", "--events", "program", "--bytes", "18", "--tensors", "40")
 LATE = ("--plant", "integrity_planted:captures_late")
 BROKEN = ("--plant", "integrity_planted:stays_broken_after_a_worker")

@@ -15,6 +15,8 @@ import torch
 
 import holdfast
 
+pytestmark = pytest.mark.long
+
 MIB = 1 << 20
 
 

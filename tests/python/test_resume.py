@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 from resume_campaign import DCP, LONG, PLAIN, SIZE, STEPS, Way, campaign, chain, check
 
+pytestmark = pytest.mark.long
+
 KILLS = 20 if LONG else 3
 
 

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).resolve().parents[2]
 # No test runs them whole: without a GPU, Megatron-Core or Lightning they are skipped.
 GPU_STEPS = sorted(step.stem for step in (ROOT / "tools/gpu_check").glob("*.py"))
