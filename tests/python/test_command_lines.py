@@ -11,9 +11,12 @@ import signal
 import subprocess
 from collections.abc import Iterator
 
+import programs
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 
 from holdfast import cli
 from holdfast._programs import program
@@ -68,7 +71,10 @@ PROGRAMS = {
     "verify-checkpoint": (("--json", "-q", "--threads", "--faults-max", "--engine", "--buffered", "--adopt", "--help"), (0, 1, 2, 3, 64)),
     "holdfast-doctor": (("--json", "--help", "--quick", "--bytes", "--no-such"), (0, 1, 2, 64)),
     "holdfast-worker": (("--version", "--help", "3"), (0, 64)),
-}
+    "holdfast-demo": (("--saves", "--steps-between", "--launcher", "--engine", "--arena-bytes", "--threads", "--keep-last", "--read-back",
+                       "--replace", "--json", "--mutate-sealed", "--dir", "--help"), (0, 1, 3, 64)),
+}  # fmt: skip
+SMALL = {"holdfast-demo": ("state.safetensors",)}  # without it, there are 1.4 GiB
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -78,14 +84,32 @@ def test_a_program_ends_with_a_status_and_a_reason(
     tmp_path_factory: pytest.TempPathFactory, name: str, seed: int
 ) -> None:
     options, statuses = PROGRAMS[name]
-    line = [text for text in _line(random.Random(seed), (), options) if "\0" not in text]
+    line = [*_line(random.Random(seed), (), options), *SMALL.get(name, ())]
+    here = tmp_path_factory.mktemp("here")
+    save_file({"t": torch.ones(1000)}, here / "state.safetensors")
     done = subprocess.run(
-        [program(name), *(os.fsencode(text) for text in line)], cwd=tmp_path_factory.mktemp("here"), capture_output=True,
-        timeout=60, stdin=subprocess.DEVNULL,
-    )  # fmt: skip
+        [program(name), *(os.fsencode(text) for text in line)], cwd=here, capture_output=True, timeout=60, stdin=subprocess.DEVNULL
+    )
     assert done.returncode in statuses, (line, done)
     assert done.returncode == 0 or done.stderr or done.stdout, line
     assert b"terminate called" not in done.stderr, (line, done.stderr)
+
+
+FUZZ = ("--json", "--help", "--dir", "--rounds", "--time", "--seed", "--first", "--report", "--resume", "--jobs", "--ranks",
+        "--tensors", "--bytes", "--doors", "--events", "--places", "--no-mount", "--replay", "--repeat", "--shrink", "--savers",
+        "--power-cuts", "--cuts", "--recorder", "--bad-disks", "--resets", "--disk", "--witness", "--after", "--scripts",
+        "--per-script", "--pairs")  # fmt: skip
+ONE_ROUND = ("--rounds", "1", "--jobs", "1", "--tensors", "10", "--bytes", "1", "--no-mount", "--doors", "save_file")
+
+
+@settings(max_examples=500 if LONG else 15, deadline=None, derandomize=not LONG)
+@given(seed=st.integers(0, 1 << 40))
+def test_integrity_fuzz_ends_with_a_status_and_a_reason(tmp_path_factory: pytest.TempPathFactory, seed: int) -> None:
+    line = [*_line(random.Random(seed), (), FUZZ), *ONE_ROUND]
+    done = programs.run("-m", "holdfast.integrity", *line, cwd=str(tmp_path_factory.mktemp("here")), timeout=60)
+    assert done.returncode in (0, 2), (line, done)
+    assert done.returncode == 0 or done.stderr.strip(), line
+    assert "Traceback" not in done.stderr, (line, done.stderr)
 
 
 @settings(max_examples=2000 if LONG else 200, deadline=None)
