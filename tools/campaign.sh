@@ -225,7 +225,8 @@ git diff --quiet HEAD -- . ':!docs' 2>/dev/null || version+=-dirty
   echo
   for log in "$out"/*_fuzz.log; do
     [ -f "$log" ] || continue
-    echo "- $(basename "$log" .log): $(sed -n 's/^stat::number_of_executed_units: */executions: /p' "$log")"
+    echo "- $(basename "$log" .log): $(sed -n 's/^stat::number_of_executed_units: */executions: /p' "$log")," \
+      "edges reached: $(sed -n 's/.* cov: \([0-9]*\) .*/\1/p' "$log" | sort -n | tail -n 1)"
   done
 } >"$report"
 say "== $report"

@@ -37,7 +37,7 @@ while [ $# -gt 0 ]; do
 done
 [ ! -f "$HERE/$part.json" ] || cp "$HERE/$part.json" "$report"
 cat "$HERE/$part.log"; exit "$(cat "$HERE/$part.status")\"""",
-    "build/fuzz/fuzz/json_fuzz": "echo 'stat::number_of_executed_units: 1500'",
+    "build/fuzz/fuzz/json_fuzz": "echo '#9 DONE cov: 121 ft: 8'; echo 'stat::number_of_executed_units: 1500'",
 }
 TESTS = """    Start 1: fault/ring_faults_test
 1: [       OK ] Ring.Fails (3 ms)
@@ -284,6 +284,7 @@ def test_a_report_says_what_ran(campaign: Path) -> None:
     assert rows["savers"] == "nothing found in 80 rounds" and "- nvrx-persistent: it is not installed" in text
     assert rows["planted"] == rows["trainer_killed"] == "nothing found in 1 test, 1 skipped"
     assert rows["json_fuzz"] == "nothing found in 1,500 executions"
+    assert "- json_fuzz: executions: 1500, edges reached: 121\n" in text
     assert len(rows) == 12
     assert "--savers holdfast.dcp,dcp-thread --time" in text
     asked = (campaign / "ctest").read_text().splitlines()

@@ -18,9 +18,9 @@ ROUNDS = {
                "in flight kill-worker x spawn x pwrite": 4, "reads": 900, "verifications": 80, "damage flip": 6,
                "damage refused by a load": 5},
 }  # fmt: skip
-CUTS = {"rounds": 2, "escapes": 0, "counts": {"durable ext4": 9}, "states": {"states ext4 flush": 1200, "states ext4 torn": 34, "states xfs flush": 5}}
+CUTS = {"rounds": 2, "escapes": 0, "counts": {"durable ext4": 9, "door dcp": 1200, "door plan": 39}, "states": {"states ext4 flush": 1200, "states ext4 torn": 34, "states xfs flush": 5}}
 BAD = {"rounds": 2, "escapes": 0, "counts": {}, "states": {"states xfs loses writes": 6}}
-LOG = "Done\nstat::number_of_executed_units: 1500000\nstat::average_exec_per_sec: 3\n"
+LOG = "#2 INITED cov: 7 ft: 8 corp: 1/1b\n#9 DONE cov: 1210 ft: 8 corp: 1/1b\nDone\nstat::number_of_executed_units: 1500000\nstat::average_exec_per_sec: 3\n"
 
 
 @pytest.fixture
@@ -57,9 +57,9 @@ def test_two_campaigns_add_up(sums: ModuleType, tmp_path: Path) -> None:
     assert "80 rounds; 600 calls of save by the ranks, 400 durable (3 GiB in the runs that count them); 14 events, 8 while I/O was in flight, 10 kills; " in rows["rounds of all doors"]
     assert "1,800 reads compared bit for bit, 160 verifications, 12 damages" in rows["rounds of all doors"]
     assert rows["rounds of all doors"].endswith("| 2 |") and "| 1.0 |" in rows["rounds of all doors"]
-    assert "1,234 of ext4, 5 of xfs" in rows["power cuts"]
+    assert "disks: 1,234 of ext4, 5 of xfs; in the runs that count them: 1,200 of dcp, 39 of plan |" in rows["power cuts"]
     assert rows["bad disks"].endswith("| 2 rounds; disks: 6 of xfs | 0 |")
-    assert "3.0 million executions of 1 parsers" in rows["fuzzers"]
+    assert "3.0 million executions of 1 parsers and models; edges reached: json 1,210 |" in rows["fuzzers"]
     assert "| 0.5 |" in rows["the runtime's long tests"]
     assert re.search(r"kill-worker +8 ", told)
 

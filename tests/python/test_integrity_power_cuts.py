@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.integrity import jobs, power_cuts, rounds, schedule, served_disk
+from holdfast.integrity import campaign, jobs, power_cuts, rounds, schedule, served_disk
 from holdfast.integrity.block_recorder import Log, Recorder
 
 MIB = 1 << 20
@@ -61,6 +61,7 @@ def test_no_power_cut_loses_what_was_durable(kind: str, door: str, tmp_path: Pat
     assert result.problems == []
     assert sum(result.counts.values()) > 20
     assert result.counts[f"states {kind} flush"] > 10
+    assert result.counts[f"door {door}"] == campaign.total(result.counts, "states ")
 
 
 @pytest.mark.parametrize("bug", ["durable_too_early", "syncs_nothing"])

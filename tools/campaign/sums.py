@@ -34,6 +34,8 @@ STEPS = {"steps": "faults and kills at every step", "pairs": "two at a time"}
 DISKS = {"power_cuts": "power cuts", "bad_disks": "bad disks"}
 NAMES = {**ROUNDS, **STEPS, **DISKS, "tests": "the runtime's long tests", "fuzzers": "fuzzers"}
 HOURS_OF_A_REPORT = 4
+DOOR = "door "  # of a disk's saves
+EDGES = "edges "  # of a fuzzer: the most that a run has reached
 
 Counts = collections.Counter[str]
 
@@ -48,6 +50,7 @@ def gather(directory: Path) -> dict[str, dict[str, Any]]:
             log = (directory / f"{name}.log").read_text(errors="replace")
             executed = re.search(r"^stat::number_of_executed_units: *(\d+)", log, re.M)
             counts[name] = int(executed[1]) if executed else 0
+            counts[EDGES + name.removesuffix("_fuzz")] = max(map(int, re.findall(r" cov: (\d+)", log)), default=0)
             name = "fuzzers"
         elif (report := directory / f"{name}.json").exists():
             told = json.loads(report.read_text())
@@ -77,7 +80,9 @@ def add(sums: dict[str, Any], run: dict[str, Any], found: dict[str, dict[str, An
     sums["runs"].append(run)
     for counts in (sums["counts"], sums.setdefault("versions", {}).setdefault(run["version"], {})):
         for name, part in found.items():
-            counts[name] = dict(sorted((Counts(counts.get(name, {})) + part["counts"]).items()))
+            before = Counts(counts.get(name, {}))
+            most = {key: max(before[key], n) for key, n in part["counts"].items() if key.startswith(EDGES)}
+            counts[name] = dict(sorted(((before + part["counts"]) | most).items()))
 
 
 def done(name: str, counts: Counts) -> str:
@@ -98,9 +103,14 @@ def done(name: str, counts: Counts) -> str:
         for key, number in counts.items():
             if key.startswith("states "):
                 disks[key.split()[1]] += number
-        return f"{counts['rounds']:,} rounds; disks: " + ", ".join(f"{n:,} of {kind}" for kind, n in sorted(disks.items()))
+        doors = [f"{n:,} of {key.removeprefix(DOOR)}" for key, n in sorted(counts.items()) if key.startswith(DOOR)]
+        return (f"{counts['rounds']:,} rounds; disks: " + ", ".join(f"{n:,} of {kind}" for kind, n in sorted(disks.items()))
+                + (f"; in the runs that count them: {', '.join(doors)}" if doors else ""))  # fmt: skip
     if name == "fuzzers":
-        return f"{sum(counts.values()) / 1e6:,.1f} million executions of {len(counts)} parsers and models"
+        targets = {key: n for key, n in counts.items() if not key.startswith(EDGES)}
+        reached = ", ".join(f"{key.removeprefix(EDGES)} {n:,}" for key, n in counts.items() if key.startswith(EDGES))
+        return (f"{sum(targets.values()) / 1e6:,.1f} million executions of {len(targets)} parsers and models"
+                + (f"; edges reached: {reached}" if reached else ""))  # fmt: skip
     return ""
 
 

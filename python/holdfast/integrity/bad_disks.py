@@ -159,6 +159,7 @@ def run(round_: dict[str, Any], kind: str, attack: str, scratch: str, plant: str
             made.blame("i", f"after the disk was bad: {error.stderr or error}")
     counts = collections.Counter({f"{name} {kind}": made.counts[name] for name in ("durable", "failed", "refused")})
     counts[f"states {kind} {attack if made.counts['bad'] else 'sound'}"] += 1
+    counts[f"door {round_['door']}"] += 1
     return rounds.Result([{**p, "what": f"{kind}, {attack}: {p['what']}"} for p in made.problems], counts, "", 0.0)
 
 

@@ -193,7 +193,7 @@ def run(round_: dict[str, Any], kind: str, scratch: str, count: int | None, plan
         recorded_by: the disk.
 
     Returns:
-        The problems, each with the cut; counts of states by kind, and of saves that were durable.
+        The problems, each with the cut; counts of states by kind and by door, and of saves that were durable.
     """
     counts: collections.Counter[str] = collections.Counter()
     problems: list[dict[str, str]] = []
@@ -211,6 +211,7 @@ def run(round_: dict[str, Any], kind: str, scratch: str, count: int | None, plan
         choose = random.Random(f"{round_['seed']}:{round_['number']}:{kind}")
         for flushed, cut in cuts(log, begin, count, choose):
             counts[f"states {kind} {cut.kind}"] += 1
+            counts[f"door {round_['door']}"] += 1
             said = _look(round_, log, cut, disk.make(flushed, cut), directory, kind)
             problems += [{**p, "what": f"{kind}, cut after operation {cut.at} ({cut.kind}): {p['what']}"} for p in said]
         shutil.rmtree(directory, ignore_errors=True)
