@@ -13,7 +13,8 @@
 #   pairs       two of these at a time
 #   savers      the same rounds with other savers: PyTorch's, and Megatron-Core's where build/venv has it
 #   power_cuts  of rounds on recorded disks
-#   bad_disks   rounds on disks of device-mapper that lose or refuse writes, misread, or are late
+#   bad_disks   rounds on disks that run out of room, and on those of device-mapper, where the kernel has it, that lose or refuse
+#               writes, misread, or are late
 #   planted     tests that a planted bug must turn red, so that the report says that the checks can fail; 2 minutes beside HOURS
 #   tests       of the runtime: faults, kills and hostile allocators, without their usual end
 #   fuzzers     of every parser

@@ -17,7 +17,8 @@
 #
 #   log_writes  integrity-fuzz --power-cuts: rounds on a disk that device-mapper's log-writes records; every flush, and drawn moments,
 #               are cut, mounted, recovered and held against the model.
-#   bad_disks   integrity-fuzz --bad-disks: flakey loses or refuses writes from a moment on, or misreads; delay is late.
+#   bad_disks   integrity-fuzz --bad-disks: a thin disk runs out of room; flakey loses or refuses writes from a moment on, or misreads;
+#               delay is late.
 #   resets      integrity-fuzz --resets: the emulator is killed at a drawn moment and started again; the disk is opened without the page
 #               cache of this machine.
 #

@@ -62,6 +62,8 @@ def verdict() -> ModuleType:
     ("status", "log", "rounds", "expected"),
     [
         (0, "", 40, ("nothing found", "nothing found in 40 rounds")),
+        (0, "integrity-fuzz: no rounds on disks of the kinds is late, misreads: dmsetup: no\n", 40,
+         ("nothing found", "nothing found in 40 rounds (no rounds on disks of the kinds is late, misreads)")),
         (0, "", 0, ("not run", "nothing ran: its log is empty")),
         (1, "ESCAPE in round 3: (i) lost\nescapes: 1", 40, ("found", "**FOUND** (exit status 1): 1 escapes")),
         (1, 'Traceback (most recent call last):\n  File "x"\nImportError: no holdfast\n', 0, ("not run", "could not run: ImportError: no holdfast")),
@@ -78,7 +80,7 @@ def verdict() -> ModuleType:
         (130, "", 5, ("not run", "could not go on after 5 rounds: interrupted")),
         (139, "", 5, ("found", "**FOUND** (exit status 139)")),
     ],
-)
+)  # fmt: skip
 def test_the_verdict_of_rounds(
     verdict: ModuleType, tmp_path: Path, status: int, log: str, rounds: int, expected: tuple[str, str]
 ) -> None:

@@ -39,6 +39,7 @@ class Work(NamedTuple):
         found: what is wrong; "" for nothing.
         skipped: tests.
         trouble: why the part could not run, if its status says so or that something was found; "" for what was found.
+        without: what this machine has not, and was left out.
     """
 
     finished: int
@@ -46,10 +47,11 @@ class Work(NamedTuple):
     found: str = ""
     skipped: int = 0
     trouble: str = ""
+    without: str = ""
 
     def __str__(self) -> str:
         unit = self.unit.removesuffix("s") if self.finished == 1 else self.unit
-        return f"{self.finished:,} {unit}" + (f", {self.skipped} skipped" if self.skipped else "")
+        return f"{self.finished:,} {unit}" + (f", {self.skipped} skipped" if self.skipped else "") + f" ({self.without})" * bool(self.without)
 
 
 def _last(log: str) -> str:
@@ -82,7 +84,8 @@ def _rounds(directory: Path, name: str, status: int, log: str) -> Work:
         trouble = said[-1] if said else _last(log)
     elif status == INTERRUPTED:
         trouble = "interrupted"
-    return Work(max(finished), unit, found, 0, trouble)
+    without = re.findall(r"^(?:integrity-fuzz: )?(no rounds on .*?): ", log, re.M)
+    return Work(max(finished), unit, found, 0, trouble, "; ".join(dict.fromkeys(without)))
 
 
 def _tests(log: str) -> Work:

@@ -87,8 +87,8 @@ def _parser() -> argparse.ArgumentParser:
         "(ext4, ext4-nojournal, xfs, btrfs), and judge what a power cut at any moment leaves; needs root")  # fmt: skip
     add("--recorder", default="fuse", choices=("fuse", "log-writes"), help="what records the disks of --power-cuts: a server "
         "of this program, or device-mapper's target (default: fuse)")  # fmt: skip
-    add("--bad-disks", default="", metavar="FS,...", help="run the rounds on disks of device-mapper that lose or refuse writes "
-        "from a moment on, misread, or are late; needs root")  # fmt: skip
+    add("--bad-disks", default="", metavar="FS,...", help="run the rounds on disks that run out of room, "
+        "lose or refuse writes from a moment on, misread, or are late; needs root, and all but the first device-mapper")  # fmt: skip
     add("--resets", default="", metavar="FS", help="run the rounds on --disk, and tell --witness, until the machine is reset")
     add("--disk", default="", metavar="DEVICE", help="of --resets; its content is lost")
     add("--witness", default="", metavar="FILE", help="of --resets; a serial line or a pipe that leads out of the machine")
@@ -258,7 +258,7 @@ def _break_disks(arguments: argparse.Namespace) -> int:
     option, given, targets = next(
         (option, given, targets)
         for option, given, targets in (
-            ("--bad-disks", arguments.bad_disks, ["flakey", "delay"]),
+            ("--bad-disks", arguments.bad_disks, []),
             ("--resets", arguments.resets, []),
             ("--power-cuts", arguments.power_cuts, ["log-writes"] * (arguments.recorder == "log-writes")),
         )
@@ -271,6 +271,9 @@ def _break_disks(arguments: argparse.Namespace) -> int:
         raise PermissionError(f"{option}: mounting the disks needs root")
     if targets and (reason := device_mapper.why_not(*targets)):
         raise OSError(f"{option}: {reason}")
+    absent = [attack for attack in bad_disks.ATTACKS if arguments.bad_disks and bad_disks.why_not(attack)]
+    if absent:
+        _on_stderr(f"integrity-fuzz: no rounds on disks of the kinds {', '.join(absent)}: {bad_disks.why_not(absent[0])}")
     if arguments.resets and not (arguments.disk and arguments.witness and arguments.seed is not None):
         raise ValueError("--resets needs --disk, --witness and --seed")
     seed, given_round = _seed(arguments), _replayed(arguments.replay) if arguments.replay else {}
