@@ -12,6 +12,7 @@ import random
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -79,6 +80,28 @@ def test_a_disk_that_cannot_be_mounted_comes_with_what_the_kernel_said(tmp_path:
         assert os.path.basename(device) in problem["what"].partition("\n")[2]
 
 
+def other_namespace() -> subprocess.Popen[bytes]:
+    """A process with the mounts that there are now, which it keeps."""
+    holder = subprocess.Popen(["unshare", "--mount", "--propagation", "private", "sh", "-c", "echo; exec cat"],
+                              stdin=subprocess.PIPE, stdout=subprocess.PIPE)  # fmt: skip
+    assert holder.stdout is not None and holder.stdout.readline() == b"\n"
+    return holder
+
+
+def test_a_disk_is_mounted_again_when_no_mount_namespace_holds_it(tmp_path: Path) -> None:
+    """Else its file system would be the former one, with what that knew."""
+    target = str(tmp_path / "mounted")
+    with served_disk.attached(served_disk.sparse(str(tmp_path / "image"), 16 * MIB)) as device:
+        served_disk.make("ext4", device)
+        with served_disk.mounted(device, target, "ext4"):
+            holder = other_namespace()
+        timer = threading.Timer(0.5, holder.communicate)
+        timer.start()
+        with served_disk.mounted(device, target, "ext4"):
+            assert holder.wait(0) == 0
+        timer.join()
+
+
 def test_a_disk_that_another_mount_namespace_holds_changes_no_later_one(tmp_path: Path) -> None:
     """As that of a round beside it, or of a container. It writes when it is mounted no more, and when its last holder ends."""
     log = Log(16 * MIB)
@@ -89,9 +112,7 @@ def test_a_disk_that_another_mount_namespace_holds_changes_no_later_one(tmp_path
         served_disk.make("ext4", device)
         with served_disk.mounted(device, target, "ext4"):
             Path(target, "file").write_bytes(b"y" * MIB)
-            holder = subprocess.Popen(["unshare", "--mount", "--propagation", "private", "sh", "-c", "echo; exec cat"],
-                                      stdin=subprocess.PIPE, stdout=subprocess.PIPE)  # fmt: skip
-            assert holder.stdout is not None and holder.stdout.readline() == b"\n"
+            holder = other_namespace()
     later = Path(disk.make(2, cut))
     holder.communicate(timeout=60)
     os.sync()

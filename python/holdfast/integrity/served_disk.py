@@ -115,6 +115,7 @@ def attached(image: str) -> Iterator[str]:
 # Kinds of file systems: the options with which each is made.
 # No disk is discarded first: a record would have all of it as zeros.
 _RACE_SECONDS = 20.0
+_HELD_SECONDS = 120.0  # as long as a round
 _OF_EXT4 = ["-E", "nodiscard"]
 MAKING = {"ext4": _OF_EXT4, "ext4-nojournal": [*_OF_EXT4, "-O", "^has_journal"], "xfs": ["-f", "-K"], "btrfs": ["-f", "-K"]}
 
@@ -143,13 +144,28 @@ def make(kind: str, disk: str) -> None:
         time.sleep(0.1)
 
 
+def _wait_until_free(device: str) -> None:
+    """Waits for mount namespaces of other programs: one that has a copy of a mount keeps the file system after its unmount."""
+    end = time.monotonic() + _HELD_SECONDS
+    while True:
+        try:
+            os.close(os.open(device, os.O_RDONLY | os.O_EXCL | os.O_CLOEXEC))
+            return
+        except OSError as error:
+            if error.errno != errno.EBUSY or time.monotonic() > end:
+                raise
+        time.sleep(0.02)
+
+
 def repaired(device: str, kind: str) -> None:
     """Repairs a file system after a power cut, where it has no journal that its mount replays.
 
     Raises:
         subprocess.CalledProcessError: it cannot be repaired.
+        OSError: it is in use.
     """
     if kind == "ext4-nojournal":
+        _wait_until_free(device)
         done = subprocess.run(["e2fsck", "-fy", device], capture_output=True, text=True, check=False)
         if done.returncode & ~3:  # 1 and 2: errors that were corrected
             raise subprocess.CalledProcessError(done.returncode, "e2fsck", done.stdout, done.stdout + done.stderr)
@@ -161,8 +177,10 @@ def mounted(device: str, target: str, kind: str) -> Iterator[None]:
 
     Raises:
         subprocess.CalledProcessError: it cannot be mounted.
+        OSError: it is in use.
     """
     os.makedirs(target, exist_ok=True)
+    _wait_until_free(device)
     run("mount", "-t", type_of(kind), device, target)
     try:
         yield
