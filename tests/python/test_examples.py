@@ -8,9 +8,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import programs
 import pytest
 import torch
 from test_dcp_ranks import equal
+from torch.distributed import TCPStore
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import holdfast
@@ -22,21 +24,35 @@ EXAMPLES = Path(__file__).parents[2] / "python" / "examples"
 LIMIT = 120.0
 
 
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "HOLDFAST_ARENA_BYTES": str(64 << 20)}
+
+
+def command(example: str, directory: Path, steps: int, every: int) -> list[str]:
+    return [str(EXAMPLES / example), "--dir", str(directory), "--steps", str(steps), "--every", str(every)]
+
+
 def run(example: str, directory: Path, steps: int, every: int, ranks: int = 0) -> str:
-    """What an example prints; under torchrun where it is told a number of ranks."""
+    """What an example prints, started as its README says: under torchrun where it is told a number of ranks."""
     launcher = [sys.executable]
     if ranks:
         launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    done = subprocess.run(
-        [*launcher, str(EXAMPLES / example), "--dir", str(directory), "--steps", str(steps),
-         "--every", str(every)],
-        capture_output=True,
-        text=True,
-        timeout=LIMIT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "HOLDFAST_ARENA_BYTES": str(64 << 20)},
-    )  # fmt: skip
+    done = subprocess.run([*launcher, *command(example, directory, steps, every)], capture_output=True, text=True, timeout=LIMIT, env=ENVIRONMENT)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
+
+
+def run_again(example: str, directory: Path, steps: int, every: int, ranks: int = 0) -> str:
+    """As `run`, in processes that have imported PyTorch. They meet as under torchrun: in a store of another process."""
+    environment, count = ENVIRONMENT, max(1, ranks)
+    if ranks:
+        store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+        environment = {**environment, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": str(ranks),
+                       "TORCHELASTIC_USE_AGENT_STORE": "True"}  # fmt: skip
+    started = [programs.Program(command(example, directory, steps, every), {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+               for rank in range(count)]  # fmt: skip
+    said = [[text.decode() for text in one.communicate(LIMIT)] for one in started]
+    assert [one.returncode for one in started] == [0] * count, said
+    return "".join(out for out, _ in said)
 
 
 def losses(output: str) -> dict[int, str]:
@@ -48,8 +64,8 @@ def test_the_plain_example_goes_on_as_if_it_had_never_stopped(tmp_path: Path) ->
     assert sorted(straight) == [2, 4, 6, 8, 10, 12]
     kept = holdfast.list_checkpoints(tmp_path / "straight")
     assert [(c["step"], holdfast.verify(c["path"])["verdict"]) for c in kept] == [(10, "sound"), (12, "sound")]
-    run("train_plain.py", tmp_path / "halves", 6, 2)
-    output = run("train_plain.py", tmp_path / "halves", 12, 2)
+    run_again("train_plain.py", tmp_path / "halves", 6, 2)
+    output = run_again("train_plain.py", tmp_path / "halves", 12, 2)
     assert f"resumed from {tmp_path / 'halves' / 'step-6'}" in output
     assert losses(output) == {step: loss for step, loss in straight.items() if step > 6}
     # Every entry, not only what the loss depends on: EMA weights, loader, random state, moments.
@@ -59,14 +75,14 @@ def test_the_plain_example_goes_on_as_if_it_had_never_stopped(tmp_path: Path) ->
 
 
 def test_the_model_learns(tmp_path: Path) -> None:
-    learned = losses(run("train_plain.py", tmp_path, 150, 50))
+    learned = losses(run_again("train_plain.py", tmp_path, 150, 50))
     # Guessing among 256 bytes costs 5.5; the first steps reach about 5.
     assert float(learned[150]) < 4.0, learned
 
 
 def go_on(directory: Path, step: int, ranks: int) -> None:
     """Four more steps of the DCP example, from this step on."""
-    output = run("train_dcp.py", directory, step + 4, 2, ranks)
+    output = run_again("train_dcp.py", directory, step + 4, 2, ranks)
     assert ("resumed from" in output) == (step > 0)
     assert step == 0 or f"resumed from {directory / f'step-{step}'}" in output
     assert sorted(p.name for p in directory.iterdir()) == sorted([f"step-{step + 2}", f"step-{step + 4}"])
