@@ -7,8 +7,6 @@ import copy
 import os
 import pickle
 import signal
-import subprocess
-import sys
 import time
 import zipfile
 from collections import Counter
@@ -16,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy
+import programs
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -457,11 +456,11 @@ def test_wrong_paths_leave_nothing_behind(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["plain"]
 
 
-def _begun(source: Path, target: Path) -> subprocess.Popen[bytes]:
+def _begun(source: Path, target: Path) -> programs.Program:
     """A conversion that has begun to write."""
     target.parent.mkdir()
     to = {"dcp": "dcp", "plain": "holdfast"}.get(target.name, "safetensors")
-    running = subprocess.Popen([sys.executable, "-m", "holdfast", "convert", "--to", to, source, target], stderr=subprocess.PIPE)
+    running = programs.Program(["-m", "holdfast", "convert", "--to", to, str(source), str(target)])
     while not os.listdir(target.parent) and running.poll() is None:
         time.sleep(0.001)
     return running
@@ -471,16 +470,16 @@ def _begun(source: Path, target: Path) -> subprocess.Popen[bytes]:
 def test_what_appears_at_dst_meanwhile_stays(tmp_path: Path, name: str) -> None:
     target = tmp_path / "to" / name
     running = _begun(write(tmp_path / "source.pt", {"w": torch.ones(16 * MIB)}), target)
-    running.send_signal(signal.SIGSTOP)
+    os.kill(running.pid, signal.SIGSTOP)
     if name == "plain":
         holdfast.save({"w": torch.zeros(3)}, target, step=9)
     else:
         target.mkdir(exist_ok=True)
         (target / "mine").write_text("x")
     before = sorted(os.listdir(target))
-    running.send_signal(signal.SIGCONT)
+    os.kill(running.pid, signal.SIGCONT)
     _, error = running.communicate(timeout=200)
-    refused(Run(running.returncode, "", error.decode()), f"convert to {target}: ", "exist")
+    refused(Run(running.wait(), "", error.decode()), f"convert to {target}: ", "exist")
     assert sorted(os.listdir(target)) == before and os.listdir(target.parent) == [name]
 
 
@@ -504,7 +503,7 @@ def test_the_result_is_not_the_newest_of_a_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["plain", "dcp", "file.safetensors"])
 def test_ctrl_c_leaves_nothing_behind(tmp_path: Path, name: str) -> None:
     running = _begun(write(tmp_path / "source.pt", {"w": torch.ones(64 * MIB)}), tmp_path / "to" / name)
-    running.send_signal(signal.SIGINT)
+    os.kill(running.pid, signal.SIGINT)
     _, error = running.communicate(timeout=200)
     assert (running.returncode, error) == (130, b"")
     assert os.listdir(tmp_path / "to") == []
@@ -515,10 +514,8 @@ def test_memory_is_bounded(tmp_path: Path, source: str, target: str) -> None:
     """Of 512 MiB in four tensors; pages of files are the system's to write out."""
     write(tmp_path / source, {f"w{i}": torch.full((32 * MIB,), float(i)) for i in range(4)})
     holdfast.trim()
-    running = subprocess.Popen(
-        [sys.executable, "-m", "holdfast", "convert", "--to", "dcp" if target == "dcp" else "torch", tmp_path / source,
-         tmp_path / ("to-" + target)]
-    )  # fmt: skip
+    to = "dcp" if target == "dcp" else "torch"
+    running = programs.Program(["-m", "holdfast", "convert", "--to", to, str(tmp_path / source), str(tmp_path / f"to-{target}")], stderr=False)
     peak = 0
     while running.poll() is None:
         try:
