@@ -10,6 +10,7 @@ import abc
 import collections
 import contextlib
 import copy
+import functools
 import mmap
 import os
 import random
@@ -37,6 +38,7 @@ ATTACKS = (_RUNS_OUT, *_WRITES, _MISREADS)
 PAGE = 4096
 
 
+@functools.cache
 def why_not(attack: str) -> str:
     """Why a disk cannot have an attack here; "" where it can."""
     return "" if attack == _RUNS_OUT else device_mapper.why_not("flakey", "delay")
