@@ -26,7 +26,7 @@ def why_not(*targets: str) -> str:
     try:
         found = {line.split()[0] for line in _dmsetup("targets").splitlines() if line}
     except (OSError, subprocess.CalledProcessError) as error:
-        return f"dmsetup targets: {getattr(error, 'stderr', '').strip() or error}"
+        return f"dmsetup targets: {getattr(error, 'stderr', '').strip().partition(chr(10))[0] or error}"
     missing = [target for target in targets if target not in found]
     return f"the kernel has no device-mapper target {', '.join(missing)}" if missing else ""
 
