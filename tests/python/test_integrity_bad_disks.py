@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -51,6 +52,19 @@ def test_a_full_pool_fails_writes_and_keeps_what_is_there(kind: str, tmp_path: P
         with disk.mounted():
             assert Path(disk.directory, "old").read_bytes() == b"old" * 4 * MIB
             Path(disk.directory, "next").write_bytes(b"next")
+
+
+def test_a_write_for_which_a_part_has_room_fails(tmp_path: Path) -> None:
+    """The kernel's loop driver calls it done (Linux 6.18): the disk would lose what is durable."""
+    with bad_disks.ThinDisk("ext4", str(tmp_path)) as disk:
+        disk.go_bad(RUNS_OUT)
+        os.truncate(disk._ballast, os.path.getsize(disk._ballast) - MIB // 8)
+        data = mmap.mmap(-1, MIB // 4)
+        data.write(b"x" * len(data))
+        with open(disk._device, "r+b", buffering=0, opener=lambda path, flags: os.open(path, flags | os.O_DIRECT)) as device:
+            device.seek(100 * MIB)
+            with pytest.raises(OSError):
+                device.write(data)
 
 
 @pytest.mark.parametrize("kind", FILE_SYSTEMS)

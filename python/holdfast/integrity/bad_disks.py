@@ -94,7 +94,11 @@ class ThinDisk(Disk):
         served_disk.run("mount", "-t", "tmpfs", "-o", f"size={self._size}", "holdfast-integrity", pool)
         stack.callback(fuse.unmount, pool)
         self._ballast = os.path.join(pool, "ballast")
-        return stack.enter_context(attached(sparse(os.path.join(pool, "image"), self._size)))
+        device = stack.enter_context(attached(sparse(os.path.join(pool, "image"), self._size)))
+        # Of a larger write a part may fail, and the kernel then reports the whole one as done (6.18).
+        with open(f"/sys/block/{os.path.basename(device)}/queue/max_sectors_kb", "w", encoding="utf-8") as file:
+            file.write(f"{PAGE >> 10}\n")
+        return device
 
     def __enter__(self) -> Disk:
         super().__enter__()

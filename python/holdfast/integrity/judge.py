@@ -140,8 +140,7 @@ class Judge:
 
     def hear(self, lines: list[dict[str, Any]], actions: list[dict[str, Any]], errors: dict[str, int] | None = None) -> None:
         """Takes the lines of one life, what it was to do, and the errors of its file system, into the model."""
-        if errors:
-            self.counts.update({f"error {name}": number for name, number in errors.items()})
+        self.counts.update({f"error {name}": number for name, number in (errors or {}).items()})
         # Each trainer has a pipe: what one told before the other may have been read after it.
         lines = sorted(lines, key=lambda line: line.get("at", float("inf")))
         to_judge: list[tuple[Made, dict[str, Any]]] = []
@@ -188,7 +187,8 @@ class Judge:
             elif event in ("hang", "wrong"):
                 self.blame("v", line["what"])
             elif event == "crashed" or event == "not joined" and not _has_lost_a_rank(lines, line):
-                self.blame("v", f"a trainer failed: {line['errors']}")
+                if not errors or not all(map(_is_of_errors, line["errors"])):  # else its Checkpointer could not be made
+                    self.blame("v", f"a trainer failed: {line['errors']}")
         found = excuses.Excuses(self.round, lines, actions, self.made, bool(errors), self._standing)
         self._restored.update(*(found.in_flight(line) for line in lines if line.get("kind") == "change-and-restore"))
         for made, line in to_judge:
