@@ -31,11 +31,11 @@ absl::StatusOr<RetiredCheckpoint> RetireCheckpoint(int parent, const CheckpointI
   };
   if (InspectCommitted(retired.in_use.get()).info.attempt != checkpoint.attempt) return moved_on();
   // A save must not exchange the name between its look and its rename.
-  HOLDFAST_ASSIGN_OR_RETURN(const base::UniqueFd lock,
-                            LockRemovable(retired.in_use.get(), checkpoint.name));
+  const auto lock = LockRemovable(retired.in_use.get(), checkpoint.name);
   // A save may have exchanged the name before the lock. Its checkpoint must not have a retired name
   // for a moment: after a crash in between, a recovery would remove the checkpoint.
   if (!NameRefersTo(parent, checkpoint.name, retired.in_use.get())) return moved_on();
+  if (!lock.ok()) return lock.status();
   // Without the lock two removals would run concurrently, so its failure is no error.
   sys::Sys().flock(retired.in_use.get(), LOCK_SH | LOCK_NB);
   HOLDFAST_ASSIGN_OR_RETURN(retired.name, RenameToFree(parent, checkpoint.name,

@@ -21,11 +21,33 @@
 namespace holdfast::directory {
 namespace {
 
+constexpr int kLooksMax = 100;
+
 absl::StatusOr<worker::Contents> Look(int directory, const std::string& name) {
   std::vector<char> buffer(worker::kDirectoryBufferBytes);
   const worker::Contents contents = worker::LookInto(directory, buffer.data());
   if (contents.error_number != 0) return base::ErrnoStatus("read", name, contents.error_number);
   return contents;
+}
+
+struct Standing {
+  base::UniqueFd directory;
+  worker::Contents contents;
+};
+
+/// Looks into the directory of a name. A save that replaces this directory removes the files during
+/// the look, so a look counts only if the name refers to the directory afterwards.
+/// \error kNotFound when nothing has the name.
+absl::StatusOr<Standing> LookAt(int parent, const std::string& name) {
+  for (int look = 0; look < kLooksMax; ++look) {
+    HOLDFAST_ASSIGN_OR_RETURN(base::UniqueFd directory, OpenDirectory(parent, name));
+    const auto contents = Look(directory.get(), name);
+    if (absl::IsNotFound(contents.status()) || !NameRefersTo(parent, name, directory.get()))
+      continue;
+    if (!contents.ok()) return contents.status();
+    return Standing{.directory = std::move(directory), .contents = *contents};
+  }
+  return absl::UnavailableError(absl::StrCat("read ", name, ": its files are being removed"));
 }
 
 absl::Status RefuseLink(int parent, const std::string& name) {
@@ -54,18 +76,20 @@ absl::Status CheckTarget(int parent, const std::string& name, const Wanted& want
         "it is a file, not a checkpoint; remove it, or save under "
         "another name");
   }
-  const auto directory = OpenDirectory(parent, name);
-  if (absl::IsNotFound(directory.status())) return absl::OkStatus();
-  if (!directory.ok()) return directory.status();
   if (!wanted.replace) {
+    const auto directory = OpenDirectory(parent, name);
+    if (absl::IsNotFound(directory.status())) return absl::OkStatus();
+    if (!directory.ok()) return directory.status();
     HOLDFAST_ASSIGN_OR_RETURN(const auto entries, ListDirectory(directory->get()));
     return entries.empty() ? absl::OkStatus() : exists;
   }
   if (!wanted.decides) return absl::OkStatus();
-  HOLDFAST_ASSIGN_OR_RETURN(const worker::Contents contents, Look(directory->get(), name));
-  if (contents.foreign[0] == '\0') return absl::OkStatus();
+  const auto standing = LookAt(parent, name);
+  if (absl::IsNotFound(standing.status())) return absl::OkStatus();
+  if (!standing.ok()) return standing.status();
+  if (standing->contents.foreign[0] == '\0') return absl::OkStatus();
   return absl::FailedPreconditionError(
-      absl::StrCat("replace it: it holds ", contents.foreign,
+      absl::StrCat("replace it: it holds ", standing->contents.foreign,
                    ", which is no part of a checkpoint; nothing was removed; move the entry "
                    "elsewhere, or save under another name"));
 }
@@ -101,19 +125,19 @@ absl::StatusOr<std::vector<AttemptId>> OlderAttempts(int parent, const std::stri
       older.push_back(parsed.attempt);
   }
   // After the list: an attempt that commits in between has its final name here.
-  const auto standing = OpenDirectory(parent, name);
+  const auto standing = LookAt(parent, name);
   if (absl::IsNotFound(standing.status())) return older;
   if (!standing.ok()) return standing.status();
-  HOLDFAST_ASSIGN_OR_RETURN(const worker::Contents contents, Look(standing->get(), name));
-  older.push_back(contents.attempt);
+  older.push_back(standing->contents.attempt);
   return older;
 }
 
 absl::Status FinishReplace(int parent, const std::string& partial, const std::string& name,
                            const std::vector<AttemptId>& replaces) {
-  const auto standing = OpenDirectory(parent, name);
+  const auto standing = LookAt(parent, name);
   if (!standing.ok()) return absl::AlreadyExistsError(standing.status().message());
-  HOLDFAST_ASSIGN_OR_RETURN(const worker::Contents contents, Look(standing->get(), name));
+  const worker::Contents& contents = standing->contents;
+  const int directory = standing->directory.get();
   const bool proven =
       contents.attempt != AttemptId{} &&
       std::find(replaces.begin(), replaces.end(), contents.attempt) != replaces.end();
@@ -125,9 +149,9 @@ absl::Status FinishReplace(int parent, const std::string& partial, const std::st
         absl::StrCat("it holds ", contents.foreign, ", which is no part of a checkpoint"));
   }
   int lock = -1;
-  const bool locked = worker::LockManifest(standing->get(), contents.manifest, &lock);
+  const bool locked = worker::LockManifest(directory, contents.manifest, &lock);
   const base::UniqueFd held(lock);
-  if (!locked || !NameRefersTo(parent, name, standing->get())) {
+  if (!locked || !NameRefersTo(parent, name, directory)) {
     return absl::UnavailableError("another save is replacing it");
   }
   char old[kNameBytes];

@@ -131,6 +131,9 @@ Try ReplaceStanding(JobRun* run, int standing, char (&old)[kNameBytes]) {
   layout::CompletionSlot& slot = run->job->completion;
   const auto failed = [](bool) { return Try::kFailed; };
   const Contents contents = LookInto(standing, run->directory_buffer);
+  // A save that has replaced the directory since the open removes the files during the look.
+  if (contents.error_number == ENOENT || LeadsTo(run->parent, run->job->target, standing) != 0)
+    return Try::kAgain;
   if (contents.error_number != 0) {
     return failed(FailErrno(run, Operation::kReplace, contents.error_number));
   }

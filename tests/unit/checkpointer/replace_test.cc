@@ -1,6 +1,7 @@
 // Replacing a checkpoint: the new one is reported, and the next save begins, while the old one is
 // still being removed.
 #include <signal.h>
+#include <sys/stat.h>
 
 #include <atomic>
 #include <cerrno>
@@ -148,6 +149,68 @@ TEST_F(Replace, ARemovalThatFailsIsToldByFlushAndDoneByRecovery) {
   const auto recovered = Recover(directory(), {});
   ASSERT_TRUE(recovered.ok()) << recovered.status();
   EXPECT_THAT(Names(directory()), ElementsAre("last"));
+}
+
+/// What another save does during a look into "last": it takes the name, and removes the files of
+/// the directory that is looked into.
+struct Overtaker {
+  std::string directory;
+  bool at_open = false;  // or at the first look at a manifest
+  bool whole = false;    // or the files that prove a checkpoint alone
+  int calls_left = 0;    // until it strikes; below zero it has struck
+
+  void Count() {
+    if (calls_left-- != 0) return;
+    namespace fs = std::filesystem;
+    fs::rename(directory + "/last", directory + "/moved");
+    fs::rename(directory + "/other", directory + "/last");
+    std::vector<fs::path> files;
+    for (const auto& entry : fs::directory_iterator(directory + "/moved"))
+      if (whole || entry.path().extension() == ".json") files.push_back(entry.path());
+    for (const fs::path& file : files) fs::remove(file);
+  }
+};
+Overtaker g_overtaker;
+
+int OvertakenOpen(int parent, const char* name, int flags, mode_t mode) {
+  const int opened = sys::kKernel.openat(parent, name, flags, mode);
+  if (g_overtaker.at_open && std::string(name) == "last") g_overtaker.Count();
+  return opened;
+}
+
+int OvertakenStat(int parent, const char* name, struct stat* found, int flags) {
+  if (!g_overtaker.at_open && std::string(name) == "rank-00000-of-00001.manifest.json")
+    g_overtaker.Count();
+  return sys::kKernel.fstatat(parent, name, found, flags);
+}
+
+TEST_F(Replace, ADirectoryThatIsReplacedDuringALookIsLookedAtAgain) {
+  if (kThreadSanitizer)
+    GTEST_SKIP() << "it changes the table of system calls under running threads";
+  sys::g_system = sys::kKernel;
+  int struck = 0;
+  for (const bool at_open : {false, true}) {
+    for (const bool whole : {false, true}) {
+      for (int calls = 0;; ++calls) {
+        ASSERT_TRUE(Save(checkpointer_.get(), "other", TrainingState::Uniform(2, 300'000, 3)).ok());
+        g_overtaker = {
+            .directory = directory(), .at_open = at_open, .whole = whole, .calls_left = calls};
+        sys::g_system.openat = OvertakenOpen;
+        sys::g_system.fstatat = OvertakenStat;
+        const absl::Status told = ReplaceBy(TrainingState::Uniform(2, 400'000, 2), 2);
+        EXPECT_EQ(checkpointer_->Flush(kLong), absl::OkStatus());
+        sys::g_system = sys::kKernel;
+        // The other save may be the later one.
+        EXPECT_TRUE(told.ok() || absl::IsAborted(told)) << told << " at call " << calls;
+        ExpectSound(directory() + "/last");
+        std::filesystem::remove_all(directory() + "/moved");
+        std::filesystem::remove_all(directory() + "/other");
+        if (g_overtaker.calls_left >= 0) break;
+        ++struck;
+      }
+    }
+  }
+  EXPECT_GT(struck, 8) << "three looks, at two moments, with two ends";
 }
 
 /// As a file system that cannot exchange, whose machine kills the worker between its two renames.

@@ -349,6 +349,36 @@ TEST_F(RemovalTest, DoesNotRetireWhatHasReplacedItMeanwhile) {
   EXPECT_TRUE(InspectCheckpoint(directory_ / "step-7").ok());
 }
 
+TEST_F(RemovalTest, DoesNotRetireWhatIsReplacedAndRemovedDuringALook) {
+  static int calls_left;
+  static std::string path;
+  path = directory_.path();
+  int struck = 0;
+  for (int calls = 0;; ++calls) {
+    std::filesystem::remove_all(directory_ / "step-7");
+    std::filesystem::remove_all(directory_ / "old");
+    WriteSmallCheckpoint(directory_ / "step-7", rank_);
+    const auto info = InspectCheckpoint(directory_ / "step-7");
+    ASSERT_TRUE(info.ok());
+    calls_left = calls;
+    sys::g_system.fstatat = [](int directory, const char* name, struct stat* found, int flags) {
+      if (std::string(name) == "rank-00001-of-00002.manifest.json" && calls_left-- == 0) {
+        std::filesystem::rename(path + "/step-7", path + "/old");
+        WriteSmallCheckpoint(path + "/step-7",
+                             {.checkpoint = "step-7", .attempt = {77, 77}, .world_size = 2});
+        std::filesystem::remove(path + "/old/" + name);
+      }
+      return sys::kKernel.fstatat(directory, name, found, flags);
+    };
+    const absl::Status retired = directory::RetireCheckpoint(parent_.get(), *info).status();
+    sys::g_system = sys::kKernel;
+    if (calls_left >= 0) break;
+    EXPECT_TRUE(absl::IsAborted(retired)) << retired << " at call " << calls;
+    ++struck;
+  }
+  EXPECT_GE(struck, 2);
+}
+
 TEST_F(RemovalTest, GivesNoRetiredNameToWhatReplacedItBeforeTheLock) {
   const auto info = InspectCheckpoint(directory_ / "step-7");
   ASSERT_TRUE(info.ok());
