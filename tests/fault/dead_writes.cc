@@ -61,6 +61,13 @@ std::optional<base::UniqueFd> OpenVictim(const std::string& directory) {
   return std::nullopt;
 }
 
+/// Waits until bytes behind the header have landed. On a disk of this rate others are then in
+/// flight.
+bool AwaitFirstWrite(int fd) {
+  constexpr off_t kBehindHeader = 1 << 20;
+  return WaitFor([fd] { return lseek(fd, kBehindHeader, SEEK_DATA) >= 0; });
+}
+
 void AwaitWrites(int fd) { (void)fallocate(fd, FALLOC_FL_KEEP_SIZE, 0, kPageBytes); }
 
 struct Pages {
@@ -111,9 +118,10 @@ class Campaign {
     const auto handle = Begin("victim", victim);
     if (!handle.ok()) return Problem(handle.status());
     std::optional<base::UniqueFd> file;
-    if (!WaitFor([&] { return (file = OpenVictim(directory_)).has_value(); }))
+    if (!WaitFor([&] { return (file = OpenVictim(directory_)).has_value(); }) ||
+        !AwaitFirstWrite(file->get()))
       return problems.push_back("the victim's file did not appear");
-    absl::SleepFor(absl::Milliseconds(10 + 5 * (round % 8)));
+    absl::SleepFor(absl::Milliseconds(5 * (round % 8)));
     SendSignal(handle->worker_pid(), SIGKILL);
     const absl::Status ended = handle->WaitDurable(kLong).status();
     if (ended.ok()) problems.push_back("the save of a killed worker is durable");
@@ -189,8 +197,8 @@ std::optional<base::UniqueFd> KillTrainerInWrites(const CheckpointerOptions& opt
   pid_t worker = 0;
   if (!absl::SimpleAtoi(mailbox.FromChild(kLong).value_or(""), &worker)) return std::nullopt;
   std::optional<base::UniqueFd> file;
-  WaitFor([&] { return (file = OpenVictim(options.directory)).has_value(); });
-  absl::SleepFor(absl::Milliseconds(50));
+  if (WaitFor([&] { return (file = OpenVictim(options.directory)).has_value(); }))
+    AwaitFirstWrite(file->get());
   // The trainer first: it would remove the files of a dead worker.
   trainer.Signal(SIGKILL);
   SendSignal(worker, SIGKILL);
@@ -232,7 +240,7 @@ DeadTrainerResult LockDuringWrites(Launcher launcher, EngineRung engine) {
 ClosedResult CloseInWrites(Launcher launcher, EngineRung engine, absl::Duration patience) {
   ClosedResult result;
   // The save ends half a second after the kill, and some of its writes later.
-  const auto slow = SlowDisk::Mount(kBytesPerSecond / 2);
+  const auto slow = SlowDisk::Mount(kBytesPerSecond / 4);
   if (!slow.ok()) {
     result.skipped = std::string(slow.status().message());
     return result;
@@ -250,11 +258,11 @@ ClosedResult CloseInWrites(Launcher launcher, EngineRung engine, absl::Duration 
     }
     const std::vector<TensorSource> sources = state.Sources();
     const auto handle = (*checkpointer)->SaveAsync({.name = "victim", .tensors = sources});
-    if (!handle.ok() || !WaitFor([&] { return (file = OpenVictim(directory)).has_value(); })) {
+    if (!handle.ok() || !WaitFor([&] { return (file = OpenVictim(directory)).has_value(); }) ||
+        !AwaitFirstWrite(file->get())) {
       result.problems.push_back("the victim's file did not appear");
       return result;
     }
-    absl::SleepFor(absl::Milliseconds(10));
     SendSignal(handle->worker_pid(), SIGKILL);
     if (handle->WaitDurable(kLong).ok())
       result.problems.push_back("the save of a killed worker is durable");
