@@ -57,6 +57,7 @@ def test_a_full_pool_fails_writes_and_keeps_what_is_there(kind: str, tmp_path: P
 def test_a_write_for_which_a_part_has_room_fails(tmp_path: Path) -> None:
     """The kernel's loop driver calls it done (Linux 6.18): the disk would lose what is durable."""
     with bad_disks.ThinDisk("ext4", str(tmp_path)) as disk:
+        setting = Path("/sys/block", os.path.basename(disk._device), "queue/max_sectors_kb")
         disk.go_bad(RUNS_OUT)
         os.truncate(disk._ballast, os.path.getsize(disk._ballast) - MIB // 8)
         data = mmap.mmap(-1, MIB // 4)
@@ -65,6 +66,8 @@ def test_a_write_for_which_a_part_has_room_fails(tmp_path: Path) -> None:
             device.seek(100 * MIB)
             with pytest.raises(OSError):
                 device.write(data)
+        assert setting.read_text() == "4\n"
+    assert setting.read_text() != "4\n", "the next user of the device has it, too"
 
 
 @pytest.mark.parametrize("kind", FILE_SYSTEMS)

@@ -19,6 +19,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from itertools import filterfalse
+from pathlib import Path
 from typing import Any
 
 from holdfast.integrity import device_mapper, fuse, judge, power_cuts, processes, readers, rounds, schedule, served_disk
@@ -96,8 +97,9 @@ class ThinDisk(Disk):
         self._ballast = os.path.join(pool, "ballast")
         device = stack.enter_context(attached(sparse(os.path.join(pool, "image"), self._size)))
         # Of a larger write a part may fail, and the kernel then reports the whole one as done (6.18).
-        with open(f"/sys/block/{os.path.basename(device)}/queue/max_sectors_kb", "w", encoding="utf-8") as file:
-            file.write(f"{PAGE >> 10}\n")
+        setting = Path(f"/sys/block/{os.path.basename(device)}/queue/max_sectors_kb")
+        stack.callback(setting.write_text, setting.read_text())  # a loop device keeps it for its next user
+        setting.write_text(f"{PAGE >> 10}\n")
         return device
 
     def __enter__(self) -> Disk:
