@@ -200,7 +200,7 @@ TEST_F(Replace, ADirectoryThatIsReplacedDuringALookIsLookedAtAgain) {
         const absl::Status told = ReplaceBy(TrainingState::Uniform(2, 400'000, 2), 2);
         EXPECT_EQ(checkpointer_->Flush(kLong), absl::OkStatus());
         sys::g_system = sys::kKernel;
-        // The other save may be the later one.
+        // The second save may be the later save.
         EXPECT_TRUE(told.ok() || absl::IsAborted(told)) << told << " at call " << calls;
         ExpectSound(directory() + "/last");
         std::filesystem::remove_all(directory() + "/moved");
