@@ -61,7 +61,7 @@ std::optional<base::UniqueFd> OpenVictim(const std::string& directory) {
   return std::nullopt;
 }
 
-/// Waits until bytes behind the header have landed. On a disk of this rate others are then in
+/// Waits until bytes behind the header have landed. On a disk of this rate more writes are then in
 /// flight.
 bool AwaitFirstWrite(int fd) {
   constexpr off_t kBehindHeader = 1 << 20;

@@ -151,8 +151,8 @@ TEST_F(Replace, ARemovalThatFailsIsToldByFlushAndDoneByRecovery) {
   EXPECT_THAT(Names(directory()), ElementsAre("last"));
 }
 
-/// What another save does during a look into "last": it takes the name, and removes the files of
-/// the directory that is looked into.
+/// A second save that takes the name "last" during a look, and removes the files of the directory
+/// under look.
 struct Overtaker {
   std::string directory;
   bool at_open = false;  // or at the first look at a manifest
