@@ -134,10 +134,11 @@ absl::StatusOr<std::vector<AttemptId>> OlderAttempts(int parent, const std::stri
 
 absl::Status FinishReplace(int parent, const std::string& partial, const std::string& name,
                            const std::vector<AttemptId>& replaces) {
-  const auto standing = LookAt(parent, name);
-  if (!standing.ok()) return absl::AlreadyExistsError(standing.status().message());
-  const worker::Contents& contents = standing->contents;
-  const int directory = standing->directory.get();
+  if (const auto opened = OpenDirectory(parent, name); !opened.ok())
+    return absl::AlreadyExistsError(opened.status().message());
+  HOLDFAST_ASSIGN_OR_RETURN(const Standing standing, LookAt(parent, name));
+  const worker::Contents& contents = standing.contents;
+  const int directory = standing.directory.get();
   const bool proven =
       contents.attempt != AttemptId{} &&
       std::find(replaces.begin(), replaces.end(), contents.attempt) != replaces.end();
