@@ -15,7 +15,7 @@ import struct
 import subprocess
 import time
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 ROOT = 1  # the node that the kernel knows from the start
 WRITE_MAX = 1 << 20
@@ -182,14 +182,24 @@ def detach(target: str) -> None:
     ctypes.CDLL(None).umount2(os.fsencode(target), _MNT_DETACH)
 
 
-def unmount(target: str) -> None:
-    """Waits for what keeps files open: the ring of a killed process does, for a moment after its end."""
-    end = time.monotonic() + TIME_BUSY_MAX
+def retried(attempt: Callable[[], object], passes: Callable[[Any], bool], seconds: float) -> None:
+    """Tries again for some seconds while an error is one that passes.
+
+    Raises:
+        OSError, subprocess.CalledProcessError: of the last attempt.
+    """
+    end = time.monotonic() + seconds
     while True:
         try:
-            subprocess.run(["umount", target], check=True, capture_output=True, text=True)
+            attempt()
             return
-        except subprocess.CalledProcessError as error:
-            if "busy" not in error.stderr or time.monotonic() > end:
+        except (OSError, subprocess.CalledProcessError) as error:
+            if not passes(error) or time.monotonic() > end:
                 raise
         time.sleep(0.02)
+
+
+def unmount(target: str) -> None:
+    """Waits for what keeps files open: the ring of a killed process does, for a moment after its end."""
+    retried(lambda: subprocess.run(["umount", target], check=True, capture_output=True, text=True),
+            lambda error: "busy" in getattr(error, "stderr", ""), TIME_BUSY_MAX)  # fmt: skip

@@ -180,23 +180,18 @@ def _limited(directory: str, mib: int, kind: str) -> Iterator[None]:
         OSError: it cannot be mounted, or has no quota.
     """
     image = os.path.join(os.path.dirname(directory), "image")
-    commands: list[list[str]] = []
-    if mib and kind == "small":
-        commands = [["mount", "-t", "tmpfs", "-o", f"size={mib}m", "holdfast-integrity", directory]]
-    elif mib:
-        commands = [
-            ["mount", "-o", "loop", image, directory], ["btrfs", "quota", "enable", directory],
-            ["btrfs", "qgroup", "limit", f"{mib}M", "0/5", directory],
-        ]  # fmt: skip
     try:
         try:
-            if mib and kind == "quota":
+            if mib and kind == "small":
+                served_disk.run("mount", "-t", "tmpfs", "-o", f"size={mib}m", "holdfast-integrity", directory)
+            elif mib:
                 served_disk.make("btrfs", served_disk.sparse(image, 256 << 20))
-            for command in commands:
-                served_disk.run(*command)
+                served_disk.run("mount", "-o", "loop", image, directory)
+                served_disk.run("btrfs", "quota", "enable", directory)
+                served_disk.run("btrfs", "qgroup", "limit", f"{mib}M", "0/5", directory)
         except subprocess.CalledProcessError as error:
             raise OSError(f"{' '.join(error.cmd)}: {error.stderr.strip()}") from error
         yield
     finally:
-        if commands:
+        if mib:
             subprocess.run(["umount", "--lazy", directory], capture_output=True, check=False)

@@ -7,7 +7,6 @@ import errno
 import os
 import stat
 import subprocess
-import time
 from collections.abc import Iterator
 
 from holdfast.integrity import fuse
@@ -17,6 +16,8 @@ NAME = "disk"  # of the file, below the mount point
 SECTOR = 4096
 _FILE_NODE = 2
 _LINES = 8  # of the kernel's log
+_RACE_SECONDS = 20.0
+_HELD_SECONDS = 120.0  # as long as a round
 
 
 class Server:
@@ -114,8 +115,6 @@ def attached(image: str) -> Iterator[str]:
 
 # Kinds of file systems: the options with which each is made.
 # No disk is discarded first: a record would have all of it as zeros.
-_RACE_SECONDS = 20.0
-_HELD_SECONDS = 120.0  # as long as a round
 _OF_EXT4 = ["-E", "nodiscard"]
 MAKING = {"ext4": _OF_EXT4, "ext4-nojournal": [*_OF_EXT4, "-O", "^has_journal"], "xfs": ["-f", "-K"], "btrfs": ["-f", "-K"]}
 
@@ -132,29 +131,15 @@ def make(kind: str, disk: str) -> None:
         subprocess.CalledProcessError: it cannot be made.
         FileNotFoundError: there is no program that makes it.
     """
-    end = time.monotonic() + _RACE_SECONDS
-    while True:
-        try:
-            run(f"mkfs.{type_of(kind)}", "-q", *MAKING[kind], disk)
-            return
-        except subprocess.CalledProcessError as error:
-            # mkfs.btrfs asks each mounted loop device for its file, and fails where one is unmounted meanwhile.
-            if "cannot check mount status" not in error.stderr or time.monotonic() > end:
-                raise
-        time.sleep(0.1)
+    # mkfs.btrfs asks each mounted loop device for its file, and fails where one is unmounted meanwhile.
+    fuse.retried(lambda: run(f"mkfs.{type_of(kind)}", "-q", *MAKING[kind], disk),
+                 lambda error: "cannot check mount status" in getattr(error, "stderr", ""), _RACE_SECONDS)  # fmt: skip
 
 
 def _wait_until_free(device: str) -> None:
     """Waits for mount namespaces of other programs: one that has a copy of a mount keeps the file system after its unmount."""
-    end = time.monotonic() + _HELD_SECONDS
-    while True:
-        try:
-            os.close(os.open(device, os.O_RDONLY | os.O_EXCL | os.O_CLOEXEC))
-            return
-        except OSError as error:
-            if error.errno != errno.EBUSY or time.monotonic() > end:
-                raise
-        time.sleep(0.02)
+    fuse.retried(lambda: os.close(os.open(device, os.O_RDONLY | os.O_EXCL | os.O_CLOEXEC)),
+                 lambda error: error.errno == errno.EBUSY, _HELD_SECONDS)  # fmt: skip
 
 
 def repaired(device: str, kind: str) -> None:
