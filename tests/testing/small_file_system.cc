@@ -7,6 +7,7 @@
 #include <cerrno>
 
 #include "absl/strings/str_cat.h"
+#include "absl/time/time.h"
 #include "runtime/base/status.h"
 #include "tests/testing/child_process.h"
 
@@ -44,8 +45,11 @@ absl::StatusOr<std::unique_ptr<SmallFileSystem>> SmallFileSystem::Loop(const std
   std::unique_ptr<SmallFileSystem> made(new SmallFileSystem());
   made->type_ = type;
   const std::string image = absl::StrCat(made->scratch_.path(), "/image");
+  // mkfs.btrfs fails while another program unmounts a loop device. Below 0: no such program.
+  int formatted = -1;
+  const auto format = [&] { return (formatted = RunProgram(absl::StrCat(make, " ", image))) <= 0; };
   if (RunProgram(absl::StrCat("truncate -s ", bytes, " ", image)) != 0 ||
-      RunProgram(absl::StrCat(make, " ", image)) != 0) {
+      !WaitFor(format, absl::Seconds(2)) || formatted != 0) {
     return absl::UnavailableError(absl::StrCat(make, " cannot be run here"));
   }
   const absl::Status mounted =
