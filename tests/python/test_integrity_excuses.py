@@ -17,6 +17,10 @@ LATER = "a save that began later was completed in the meantime; the younger one 
 Told = tuple[int, str, int, int, Any]  # second, event, number of the save, rank, and the event's kind or the error
 
 
+def _path(number: int) -> str:
+    return f"/run/step-{number % schedule.SAVES_OF_JOB}"
+
+
 def lines(*told: Told) -> list[dict[str, Any]]:
     """Lines of trainers. An error is a code, or a code and a message."""
     found = []
@@ -26,9 +30,9 @@ def lines(*told: Told) -> list[dict[str, Any]]:
             line |= {"kind": value, "phase": "call" if value in schedule.LIMITS else "writing"}
         elif what in ("failed", "refused"):
             code, _, message = value.partition(": ")
-            line["errors"] = [{"rank": "", "type": "Error", "ours": True, "code": code, "errno": 0, "message": f"/run: {message}"}]
+            line["errors"] = [{"rank": "", "type": "Error", "ours": True, "code": code, "errno": 0, "message": f"{_path(number)}: {message}"}]
         elif what == "durable":
-            line["path"] = f"/run/step-{number % schedule.SAVES_OF_JOB}"
+            line["path"] = _path(number)
         elif what == "called":
             line["skipped"] = value == "skipped"
         found.append(line)
@@ -53,6 +57,24 @@ def one(number: int, at: int, outcome: str, error: str = "", ranks: int = 1) -> 
 
 
 KILLED = [(1, "call", 1, 0, None), (2, "fired", 1, 0, "kill-worker"), (3, "failed", 1, 0, f"ABORTED: {LOST}")]
+
+
+@pytest.mark.parametrize(
+    ("message", "is_named"),
+    [
+        (f"save /run/step-1: {LOST}", True),
+        (f"save /run/.step-1.partial-8: {LOST}", True),
+        ("create staging arena: mmap: Cannot allocate memory", True),
+        (f"save /run/step-10: {LOST}", False),
+        (f"save to /run: {LOST}", False),
+    ],
+)
+def test_an_error_names_its_save(message: str, is_named: bool) -> None:
+    told = lines(*KILLED)
+    told[-1]["errors"][0]["message"] = message
+    looking = judge.Judge(made(save(1) | event("kill-worker")), "/run")
+    looking.hear(told, [save(1) | event("kill-worker")])
+    assert [p["what"] for p in looking.problems] == ([] if is_named else [f"save 1 (step-1) failed on rank 0 with a message that names no object: {message}"])
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
 
 # Of a file system that errs. The runtime says DATA_LOSS for EIO, and the package's Python UNAVAILABLE.
 OF_ERRORS = {"DATA_LOSS", "RESOURCE_EXHAUSTED", "UNAVAILABLE"}
+# What the first save to a directory makes for all of them, as its messages call it.
+_NEEDED = ("staging arena", "the worker's socket", "the socket by which a worker", "start a thread")
 # Codes that a save may fail with after an event of a kind.
 _CODES = {
     "kill-worker": {"ABORTED"},
@@ -47,6 +50,12 @@ def has_code(error: dict[str, Any], allowed: set[str], causes: set[str]) -> bool
     """Whether an error's code is one of those that are allowed. A file system whose disk refuses writes becomes read-only."""
     is_read_only = error["code"] == "PERMISSION_DENIED" and error["errno"] == errno.EROFS
     return error["code"] in allowed or is_read_only and "errs" in causes
+
+
+def names_object(error: dict[str, Any], name: str) -> bool:
+    """Whether an error's message names its object: the save, by its whole name, or what all saves to a directory need."""
+    is_named = re.search(rf"(?<!\w){re.escape(name)}(?!\w)", error["message"])
+    return is_named is not None or any(needed in error["message"] for needed in _NEEDED)
 
 
 @dataclasses.dataclass(frozen=True)

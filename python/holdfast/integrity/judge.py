@@ -246,7 +246,7 @@ class Judge:
                 self.blame("v", f"{what} without a cause among {sorted(causes)}: {error}")
             elif causes - set(schedule.HARMLESS) == {"fault"} and error["errno"] not in excuse.errnos:
                 self.blame("v", f"{what} with errno {error['errno']}, and not one of {sorted(excuse.errnos)}: {error}")
-            elif not any(named in error["message"] for named in (made.name, self.directory, "staging", "worker")):
+            elif not excuses.names_object(error, made.name):
                 self.blame("v", f"{what} with a message that names no object: {error['message']}")
 
     def _is_of_group(self, error: dict[str, Any], causes: set[str]) -> bool:
