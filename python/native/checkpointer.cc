@@ -98,13 +98,6 @@ class Given {
   std::vector<std::string> names_;
 };
 
-/// Calls `call` without the GIL, for calls that are slow or wait for a thread that needs the GIL.
-template <typename Call>
-auto WithoutGil(Call call) {
-  const GilReleased released;
-  return call();
-}
-
 /// Reads the options by their C++ names; those of `staging` and `qos` are flat among them.
 CheckpointerOptions OptionsOf(Given* given) {
   CheckpointerOptions options;

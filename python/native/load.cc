@@ -44,11 +44,7 @@ nb::dict Load(const CheckpointReader& reader, const std::vector<Target>& given, 
   options.threads = threads;
   options.engine = EngineOf(engine);
   options.direct_io = direct_io;
-  auto loaded = [&] {
-    const GilReleased released;
-    return reader.Load(targets, options);
-  }();
-  const LoadReport report = ValueOrThrow(std::move(loaded));
+  const LoadReport report = ValueOrThrow(WithoutGil([&] { return reader.Load(targets, options); }));
   nb::dict d;
   d["bytes"] = report.bytes;
   d["bytes_read"] = report.bytes_read;
@@ -62,11 +58,7 @@ nb::dict Load(const CheckpointReader& reader, const std::vector<Target>& given, 
 
 template <typename Open>
 std::unique_ptr<CheckpointReader> Opened(Open open) {
-  auto reader = [&] {
-    const GilReleased released;
-    return open();
-  }();
-  return ValueOrThrow(std::move(reader));
+  return ValueOrThrow(WithoutGil(open));
 }
 
 }  // namespace
@@ -134,10 +126,7 @@ void BindLoad(nb::module_& module) {
       .def(
           "add",
           [](CheckpointReader& reader, uint32_t rank) {
-            ThrowIfError([&] {
-              const GilReleased released;
-              return reader.Add(rank);
-            }());
+            ThrowIfError(WithoutGil([&] { return reader.Add(rank); }));
           },
           "rank"_a, "Adds the tensors of another rank, which count before those of one name.")
       .def_prop_ro("files", &CheckpointReader::files)

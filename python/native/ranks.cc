@@ -99,11 +99,7 @@ void BindRanks(nb::module_& module) {
       .def(
           "check_ranks",
           [](RankAnnouncement& self, const std::vector<uint32_t>& ranks) {
-            const absl::Status status = [&] {
-              const GilReleased released;
-              return self.CheckRanks(ranks);
-            }();
-            ThrowIfError(status);
+            ThrowIfError(WithoutGil([&] { return self.CheckRanks(ranks); }));
           },
           "ranks"_a, "Raises when one of them gives no signs of life, or any rank has failed.");
   module.def(
@@ -116,20 +112,14 @@ void BindRanks(nb::module_& module) {
                           .rank = rank,
                           .world_size = world_size};
         if (time_liveness_max.has_value()) who.time_liveness_max = ToDuration(time_liveness_max);
-        auto made = [&] {
-          const GilReleased released;
-          return RankAnnouncement::Make(who);
-        }();
-        return ValueOrThrow(std::move(made));
+        return ValueOrThrow(WithoutGil([&] { return RankAnnouncement::Make(who); }));
       },
       "directory"_a, "name"_a, "attempt"_a, "rank"_a, "world_size"_a, "time_liveness_max"_a.none());
   module.def(
       "digest",
       [](uintptr_t address, uint64_t bytes) {
-        const Digest digest = [&] {
-          const GilReleased released;
-          return DigestOf(Pointer<const void>(address), bytes);
-        }();
+        const Digest digest =
+            WithoutGil([&] { return DigestOf(Pointer<const void>(address), bytes); });
         char out[kDigestBytes];
         PutDigest(digest, out);
         return nb::bytes(out, sizeof(out));
@@ -140,10 +130,7 @@ void BindRanks(nb::module_& module) {
       [](const std::vector<uintptr_t>& addresses, const std::vector<uint64_t>& sizes) {
         if (addresses.size() != sizes.size())
           throw nb::value_error("digests: lists of different lengths");
-        const std::string digests = [&] {
-          const GilReleased released;
-          return DigestsOf(addresses, sizes);
-        }();
+        const std::string digests = WithoutGil([&] { return DigestsOf(addresses, sizes); });
         return nb::bytes(digests.data(), digests.size());
       },
       "addresses"_a, "sizes"_a,

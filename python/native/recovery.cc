@@ -60,15 +60,6 @@ std::vector<CheckpointInfo> InfosOf(const std::vector<Saved>& saved) {
   return infos;
 }
 
-template <typename Do>
-auto WithoutGil(Do act) {
-  auto result = [&] {
-    const GilReleased released;
-    return act();
-  }();
-  return ValueOrThrow(std::move(result));
-}
-
 }  // namespace
 
 void BindRecovery(nb::module_& module) {
@@ -82,7 +73,8 @@ void BindRecovery(nb::module_& module) {
         options.clean_up = clean_up;
         options.silence_without_locks = ToDuration(silence_without_locks);
         options.age_without_locks = ToDuration(age_without_locks);
-        RecoveryReport report = WithoutGil([&] { return Recover(directory.text, options); });
+        RecoveryReport report =
+            ValueOrThrow(WithoutGil([&] { return Recover(directory.text, options); }));
         nb::dict d;
         d["complete"] = ListOf(report.complete);
         d["promoted"] = NamesOf(std::move(report.promoted));
@@ -96,7 +88,7 @@ void BindRecovery(nb::module_& module) {
   module.def(
       "saves_at_work",
       [](const Name& directory) {
-        switch (WithoutGil([&] { return FindSavesAtWork(directory.text); })) {
+        switch (ValueOrThrow(WithoutGil([&] { return FindSavesAtWork(directory.text); }))) {
           case SavesAtWork::kNone:
             return "none";
           case SavesAtWork::kTrainer:
@@ -114,7 +106,7 @@ void BindRecovery(nb::module_& module) {
       [](const Name& directory) {
         std::vector<std::string> passed_over;
         const auto complete =
-            WithoutGil([&] { return ListCheckpoints(directory.text, &passed_over); });
+            ValueOrThrow(WithoutGil([&] { return ListCheckpoints(directory.text, &passed_over); }));
         return nb::make_tuple(ListOf(complete), MessagesOf(std::move(passed_over)));
       },
       "directory"_a, "The complete ones, and why others were passed over.");
@@ -123,7 +115,7 @@ void BindRecovery(nb::module_& module) {
       [](const Name& directory) {
         std::vector<std::string> passed_over;
         const auto recorded =
-            WithoutGil([&] { return ListRecorded(directory.text, &passed_over); });
+            ValueOrThrow(WithoutGil([&] { return ListRecorded(directory.text, &passed_over); }));
         return nb::make_tuple(ListOf(recorded), MessagesOf(std::move(passed_over)));
       },
       "directory"_a, "The same by the commit records alone.");
@@ -132,7 +124,7 @@ void BindRecovery(nb::module_& module) {
       [](const Name& directory) {
         std::vector<std::string> passed_over;
         const CheckpointInfo newest =
-            WithoutGil([&] { return FindNewest(directory.text, &passed_over); });
+            ValueOrThrow(WithoutGil([&] { return FindNewest(directory.text, &passed_over); }));
         return nb::make_tuple(DictOf(newest), MessagesOf(std::move(passed_over)));
       },
       "directory"_a, "The newest one, and why others were passed over.");
@@ -140,11 +132,7 @@ void BindRecovery(nb::module_& module) {
       "remove_checkpoint",
       [](const Name& path, const std::string& attempt) {
         const AttemptId id = AttemptOf(attempt);
-        const absl::Status removed = [&] {
-          const GilReleased released;
-          return RemoveCheckpoint(path.text, id);
-        }();
-        ThrowIfError(removed);
+        ThrowIfError(WithoutGil([&] { return RemoveCheckpoint(path.text, id); }));
       },
       "path"_a, "attempt"_a, "Removes a checkpoint of that attempt as retention does.");
   module.def(
@@ -163,23 +151,20 @@ void BindRecovery(nb::module_& module) {
   module.def(
       "file_manifests",
       [](const Name& directory, const Name& name) {
-        return NamesOf(WithoutGil([&] { return FileManifests(directory.text, name.text); }));
+        return NamesOf(
+            ValueOrThrow(WithoutGil([&] { return FileManifests(directory.text, name.text); })));
       },
       "directory"_a, "name"_a);
   module.def(
       "remove_file",
       [](const Name& directory, const Name& name) {
-        const absl::Status removed = [&] {
-          const GilReleased released;
-          return RemoveFile(directory.text, name.text);
-        }();
-        ThrowIfError(removed);
+        ThrowIfError(WithoutGil([&] { return RemoveFile(directory.text, name.text); }));
       },
       "directory"_a, "name"_a);
   module.def(
       "inspect",
       [](const Name& path) {
-        return DictOf(WithoutGil([&] { return InspectCheckpoint(path.text); }));
+        return DictOf(ValueOrThrow(WithoutGil([&] { return InspectCheckpoint(path.text); })));
       },
       "path"_a);
 }

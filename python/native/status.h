@@ -47,6 +47,13 @@ class GilReleased {
   PyThreadState* const state_;
 };
 
+/// Calls `call` without the GIL, for calls that are slow or wait for a thread that needs the GIL.
+template <typename Call>
+auto WithoutGil(Call call) {
+  const GilReleased released;
+  return call();
+}
+
 /// Calls `wait(slice)` without the GIL, in slices. Returns when `wait` returns a status that is no
 /// time-out, or when `timeout` has passed. Handles signals between slices, so that Ctrl-C ends the
 /// wait.
@@ -55,10 +62,7 @@ auto WaitInterruptibly(absl::Duration timeout, Wait wait) {
   constexpr absl::Duration kSlice = absl::Milliseconds(100);
   while (true) {
     const absl::Duration slice = timeout < kSlice ? timeout : kSlice;
-    auto result = [&] {
-      const GilReleased released;
-      return wait(slice);
-    }();
+    auto result = WithoutGil([&] { return wait(slice); });
     absl::Status status;
     if constexpr (std::is_same_v<decltype(result), absl::Status>) {
       status = result;
