@@ -18,7 +18,7 @@
 namespace holdfast::directory {
 namespace {
 
-constexpr absl::Duration kPoll = absl::Milliseconds(10);
+constexpr absl::Duration kLockPoll = absl::Milliseconds(10);
 constexpr absl::Duration kHeldMax = absl::Seconds(30);
 constexpr int kRoundsMax = 100;
 
@@ -98,7 +98,7 @@ absl::StatusOr<PartialDirectory> MakePartialDirectory(int parent, const std::str
     }
     int no_lock = Flock(directory.in_use.get(), LOCK_SH);
     while (no_lock == EWOULDBLOCK && base::Now() < deadline) {
-      Pause(kPoll);
+      Pause(kLockPoll);
       no_lock = Flock(directory.in_use.get(), LOCK_SH);
     }
     if (no_lock == EWOULDBLOCK) {
@@ -204,7 +204,7 @@ absl::Status TakeTurn(int parent, absl::string_view path, absl::Duration timeout
           absl::StrCat("recover ", path, ": another recovery of it was not done within ",
                        absl::FormatDuration(timeout)));
     }
-    Pause(kPoll);
+    Pause(kLockPoll);
   }
 }
 

@@ -21,9 +21,9 @@
 namespace holdfast::directory {
 namespace {
 
-constexpr int kLooksMax = 100;
+constexpr int kReplacementLooksMax = 100;
 
-absl::StatusOr<worker::Contents> Look(int directory, const std::string& name) {
+absl::StatusOr<worker::Contents> LookInside(int directory, const std::string& name) {
   std::vector<char> buffer(worker::kDirectoryBufferBytes);
   const worker::Contents contents = worker::LookInto(directory, buffer.data());
   if (contents.error_number != 0) return base::ErrnoStatus("read", name, contents.error_number);
@@ -39,9 +39,9 @@ struct Standing {
 /// the look, so a look counts only if the name refers to the directory afterwards.
 /// \error kNotFound when nothing has the name.
 absl::StatusOr<Standing> LookAt(int parent, const std::string& name) {
-  for (int look = 0; look < kLooksMax; ++look) {
+  for (int look = 0; look < kReplacementLooksMax; ++look) {
     HOLDFAST_ASSIGN_OR_RETURN(base::UniqueFd directory, OpenDirectory(parent, name));
-    const auto contents = Look(directory.get(), name);
+    const auto contents = LookInside(directory.get(), name);
     if (absl::IsNotFound(contents.status()) || !NameRefersTo(parent, name, directory.get()))
       continue;
     if (!contents.ok()) return contents.status();
@@ -101,7 +101,7 @@ absl::Status RefuseForeign(const std::string& name, const char* entry) {
 }
 
 absl::StatusOr<base::UniqueFd> LockRemovable(int directory, const std::string& name) {
-  HOLDFAST_ASSIGN_OR_RETURN(const worker::Contents contents, Look(directory, name));
+  HOLDFAST_ASSIGN_OR_RETURN(const worker::Contents contents, LookInside(directory, name));
   if (!contents.whole) {
     return absl::FailedPreconditionError(
         absl::StrCat("remove ", name,

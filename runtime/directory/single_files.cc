@@ -26,7 +26,7 @@ namespace {
 using format::CompanionKind;
 
 constexpr absl::Duration kTimeLockedMax = absl::Seconds(30);
-constexpr absl::Duration kPoll = absl::Milliseconds(10);
+constexpr absl::Duration kMarkPoll = absl::Milliseconds(10);
 
 std::string NameOf(const std::string& file, const AttemptId& attempt, CompanionKind kind) {
   return format::CompanionName({.file = file, .kind = kind, .attempt = attempt});
@@ -90,7 +90,7 @@ absl::StatusOr<base::UniqueFd> BeginSingleFile(int directory, const std::string&
     // A recovery has taken the file for a dead save's, before the lock, and removes it.
     if (base::Now() > deadline)
       return absl::UnavailableError(absl::StrCat(name, ": a recovery keeps it locked"));
-    Pause(kPoll);
+    Pause(kMarkPoll);
   }
 }
 

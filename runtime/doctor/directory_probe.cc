@@ -23,15 +23,16 @@ namespace {
 
 constexpr mode_t kPrivate = 0700;
 constexpr uint64_t kReserveBytes = 1u << 20;
-constexpr char kName[] = "file";
+constexpr char kDirectFile[] = "file";
 
 absl::Status TryFile(int scratch, ProbeReport* report) {
   io::DirectOpen opened;
-  const int failed = io::OpenDirect(scratch, kName, O_CREAT | O_EXCL | O_RDWR, 0600, true, &opened);
+  const int failed =
+      io::OpenDirect(scratch, kDirectFile, O_CREAT | O_EXCL | O_RDWR, 0600, true, &opened);
   if (failed != 0) return base::ErrnoStatus("make a file in", report->directory, failed);
   const base::UniqueFd fd(opened.fd);
   // Not left to RemoveDirectory, which keeps files on a disk that cannot sync.
-  const absl::Cleanup removed = [scratch] { sys::Sys().unlinkat(scratch, kName, 0); };
+  const absl::Cleanup removed = [scratch] { sys::Sys().unlinkat(scratch, kDirectFile, 0); };
   report->direct_io = opened.direct;
   report->memory_alignment = opened.memory_alignment;
   report->offset_alignment = opened.offset_alignment;

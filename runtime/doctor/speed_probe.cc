@@ -19,7 +19,7 @@ namespace {
 
 constexpr uint64_t kFileBytesMax = uint64_t{2} << 30;
 constexpr int kWaitMs = 30'000;
-constexpr char kName[] = "speed";
+constexpr char kSpeedFile[] = "speed";
 
 double Seconds(uint64_t since_ns) { return static_cast<double>(sys::NowNs() - since_ns) * 1e-9; }
 
@@ -40,19 +40,19 @@ absl::Status WriteChunks(int fd, io::Queue* queue, const staging::Arena& arena, 
            .bytes = kChunkBytes,
            .tag = offset});
       if (failed == EAGAIN) break;
-      if (failed != 0) return base::ErrnoStatus("write", kName, failed);
+      if (failed != 0) return base::ErrnoStatus("write", kSpeedFile, failed);
       offset += kChunkBytes;
     }
     if (queue->in_flight() == 0) return absl::OkStatus();
     uint32_t wakeups = 0;
     const int count = queue->Wait(completions, io::kDepthMax, kWaitMs, &wakeups);
-    if (count < 0) return base::ErrnoStatus("write", kName, -count);
+    if (count < 0) return base::ErrnoStatus("write", kSpeedFile, -count);
     if (count == 0) {
       return absl::DeadlineExceededError("write speed: no write has ended for 30 seconds");
     }
     for (int i = 0; i < count; ++i) {
       if (completions[i].error != 0) {
-        return base::ErrnoStatus("write", absl::StrCat(kName, " @ ", completions[i].tag),
+        return base::ErrnoStatus("write", absl::StrCat(kSpeedFile, " @ ", completions[i].tag),
                                  completions[i].error);
       }
       *bytes_written += completions[i].bytes;
@@ -65,10 +65,11 @@ absl::Status MeasureWriting(int scratch, io::Queue* queue, const staging::Arena&
   const uint64_t bytes_max = std::min(kFileBytesMax, report->free_bytes / 4);
   if (bytes_max < kChunkBytes) return absl::OkStatus();
   io::DirectOpen opened;
-  const int failed = io::OpenDirect(scratch, kName, O_CREAT | O_EXCL | O_RDWR, 0600, true, &opened);
-  if (failed != 0) return base::ErrnoStatus("make", kName, failed);
+  const int failed =
+      io::OpenDirect(scratch, kSpeedFile, O_CREAT | O_EXCL | O_RDWR, 0600, true, &opened);
+  if (failed != 0) return base::ErrnoStatus("make", kSpeedFile, failed);
   const base::UniqueFd fd(opened.fd);
-  const absl::Cleanup removed = [scratch] { sys::Sys().unlinkat(scratch, kName, 0); };
+  const absl::Cleanup removed = [scratch] { sys::Sys().unlinkat(scratch, kSpeedFile, 0); };
   // A file system without reservation is measured without it.
   sys::Sys().fallocate(fd.get(), 0, 0, static_cast<off_t>(bytes_max));
   const uint64_t begin = sys::NowNs();
@@ -76,7 +77,7 @@ absl::Status MeasureWriting(int scratch, io::Queue* queue, const staging::Arena&
   HOLDFAST_RETURN_IF_ERROR(WriteChunks(fd.get(), queue, arena, bytes_max, seconds, &bytes_written));
   // Truncated before the fsync: the measurement must not include reserved, unused blocks.
   sys::Sys().ftruncate(fd.get(), static_cast<off_t>(bytes_written));
-  if (sys::Sys().fsync(fd.get()) != 0) return base::ErrnoStatus("fsync", kName, errno);
+  if (sys::Sys().fsync(fd.get()) != 0) return base::ErrnoStatus("fsync", kSpeedFile, errno);
   report->write_bytes_per_second = static_cast<double>(bytes_written) / Seconds(begin);
   return absl::OkStatus();
 }

@@ -16,7 +16,7 @@
 namespace holdfast::format {
 namespace {
 
-constexpr uint32_t kVersion = 1;
+constexpr uint32_t kRecordVersion = 1;
 
 class RecordWriter {
  public:
@@ -36,7 +36,7 @@ class RecordWriter {
  private:
   void WriteHead() {
     Add("{\"format\":\"holdfast.commit\",\"version\":");
-    AppendNumber(kVersion, &out_.text);
+    AppendNumber(kRecordVersion, &out_.text);
     Add(",\n\"checkpoint\":");
     AppendJsonString(input_.checkpoint, &out_.text);
     Add(",\"series\":");
@@ -103,7 +103,7 @@ class RecordWriter {
   CommitTemplate out_;
 };
 
-absl::Status Wrong(absl::string_view where, absl::string_view what) {
+absl::Status WrongRecord(absl::string_view where, absl::string_view what) {
   return absl::DataLossError(absl::StrCat("commit record: ", where, ": ", what));
 }
 
@@ -135,8 +135,8 @@ class RecordReader {
       if (json_.String(&text) && text != "holdfast.commit") json_.Fail("unknown format");
     } else if (name == "version") {
       uint32_t version = 0;
-      if (json_.Unsigned32(&version) && version != kVersion) {
-        json_.Fail(absl::StrCat("version ", version, ", only ", kVersion, " is known"));
+      if (json_.Unsigned32(&version) && version != kRecordVersion) {
+        json_.Fail(absl::StrCat("version ", version, ", only ", kRecordVersion, " is known"));
       }
     } else if (name == "checkpoint") {
       json_.String(&out_.checkpoint);
@@ -219,18 +219,18 @@ std::string CompleteCommitRecord(const CommitInput& input, uint64_t committed_at
 absl::StatusOr<CommitRecord> ParseCommitRecord(absl::string_view text) {
   HOLDFAST_RETURN_IF_ERROR(CheckSelfDigest("commit record", text, kCommitRecordBytesMax));
   HOLDFAST_ASSIGN_OR_RETURN(CommitRecord record, RecordReader(text).Read());
-  if (record.attempt == AttemptId{}) return Wrong("attempt", "no attempt id");
+  if (record.attempt == AttemptId{}) return WrongRecord("attempt", "no attempt id");
   if (const char* const wrong = WrongComponent(record.checkpoint)) {
-    return Wrong("checkpoint", wrong);
+    return WrongRecord("checkpoint", wrong);
   }
   if (record.commit_file.has_value()) {
     if (const char* const wrong = WrongDataFileName(record.commit_file->name)) {
-      return Wrong("commit_file", wrong);
+      return WrongRecord("commit_file", wrong);
     }
   }
   if (record.world_size == 0 || record.manifests.size() != record.world_size) {
-    return Wrong("manifests",
-                 absl::StrCat(record.manifests.size(), " rows for ", record.world_size, " ranks"));
+    return WrongRecord("manifests", absl::StrCat(record.manifests.size(), " rows for ",
+                                                 record.world_size, " ranks"));
   }
   return record;
 }

@@ -11,6 +11,7 @@
 #include "absl/types/span.h"
 #include "runtime/digest/digest.h"
 #include "runtime/format/manifest.h"
+#include "runtime/format/self_digest.h"
 #include "runtime/format/tensor_parts.h"
 #include "runtime/format/text.h"
 #include "runtime/layout/manifest_slots.h"
@@ -173,11 +174,6 @@ class Text {
   Sink& sink_;
 };
 
-// Readers find the self-digest from the file's end. So the digest is the last field, followed by
-// exactly these three bytes.
-constexpr absl::string_view kSelfDigest = ",\n\"self_digest\":\"";
-constexpr absl::string_view kEnd = "\"}\n";
-
 void AddDigits(const Digest& digest, TextWriter* out) {
   char digits[layout::kDigestSlotBytes];
   digest::ToHex(digest, digits);
@@ -204,9 +200,10 @@ void WriteAll(const ManifestInput& input, const PackedPlan& plan, TextWriter* ou
                }
              });
   text.Tensors(part);
-  out->Add(kSelfDigest);
+  out->Add(",\n");
+  out->Add(kSelfDigestKey);
   out->Add(kNoDigits);
-  out->Add(kEnd);
+  out->Add(kSelfDigestEnd);
 }
 
 }  // namespace
@@ -243,9 +240,10 @@ ManifestPlaces MeasureManifest(const ManifestInput& input, const PackedPlan& pla
                           layout::kDigestSlotBytes);
       });
   counter.AddBlanks(plan.manifest_tensor_bytes);
-  counter.Add(kSelfDigest);
+  counter.Add(",\n");
+  counter.Add(kSelfDigestKey);
   places.slots.self_digest = {.offset = counter.bytes(), .width = layout::kDigestSlotBytes};
-  places.bytes = counter.bytes() + layout::kDigestSlotBytes + kEnd.size();
+  places.bytes = counter.bytes() + layout::kDigestSlotBytes + kSelfDigestEnd.size();
   return places;
 }
 

@@ -19,7 +19,7 @@
 namespace holdfast::format {
 namespace {
 
-absl::Status Wrong(absl::string_view where, absl::string_view what) {
+absl::Status WrongManifest(absl::string_view where, absl::string_view what) {
   return absl::DataLossError(absl::StrCat("manifest: ", where, ": ", what));
 }
 
@@ -269,23 +269,23 @@ std::string TensorLabel(size_t index, const Manifest::Tensor& tensor) {
 
 absl::Status CheckHead(const Manifest& manifest) {
   if (manifest.rank >= manifest.world_size) {
-    return Wrong("rank", absl::StrCat("rank ", manifest.rank, " of ", manifest.world_size));
+    return WrongManifest("rank", absl::StrCat("rank ", manifest.rank, " of ", manifest.world_size));
   }
-  if (manifest.attempt == AttemptId{}) return Wrong("attempt", "no attempt id");
+  if (manifest.attempt == AttemptId{}) return WrongManifest("attempt", "no attempt id");
   for (const auto& [key, value] : {std::pair("saved_at_ns", manifest.saved_at_ns),
                                    std::pair("files_bytes", manifest.files_bytes)}) {
     if (value.has_value() != (manifest.version >= 2)) {
-      return Wrong(key, "version 2 has it, version 1 lacks it");
+      return WrongManifest(key, "version 2 has it, version 1 lacks it");
     }
   }
   if (!manifest.replaces.empty() && manifest.version < 2) {
-    return Wrong("replaces", "version 1 lacks it");
+    return WrongManifest("replaces", "version 1 lacks it");
   }
   if (manifest.parent != AttemptId{} && !manifest.Recorded()) {
-    return Wrong("parent", "versions below 4 lack it");
+    return WrongManifest("parent", "versions below 4 lack it");
   }
   const char* const wrong = WrongComponent(manifest.checkpoint);
-  if (wrong != nullptr) return Wrong("checkpoint", wrong);
+  if (wrong != nullptr) return WrongManifest("checkpoint", wrong);
   return absl::OkStatus();
 }
 
@@ -297,15 +297,16 @@ absl::Status CheckFiles(const Manifest& manifest) {
   for (size_t i = 0; i < manifest.files.size(); ++i) {
     const Manifest::File& file = manifest.files[i];
     const char* const wrong = WrongDataFileName(file.name);
-    if (wrong != nullptr) return Wrong(FileLabel(i, file), wrong);
-    if (!names.insert(file.name).second) return Wrong(FileLabel(i, file), "the name occurs twice");
+    if (wrong != nullptr) return WrongManifest(FileLabel(i, file), wrong);
+    if (!names.insert(file.name).second)
+      return WrongManifest(FileLabel(i, file), "the name occurs twice");
     if (file.chunk_bytes != kChunkBytes) {
-      return Wrong(FileLabel(i, file), absl::StrCat("chunk_bytes is ", file.chunk_bytes, ", only ",
-                                                    kChunkBytes, " is known"));
+      return WrongManifest(FileLabel(i, file), absl::StrCat("chunk_bytes is ", file.chunk_bytes,
+                                                            ", only ", kChunkBytes, " is known"));
     }
     if (file.chunks.size() != ChunkCount(file.bytes)) {
-      return Wrong(FileLabel(i, file),
-                   absl::StrCat(file.chunks.size(), " digests for ", file.bytes, " bytes"));
+      return WrongManifest(FileLabel(i, file),
+                           absl::StrCat(file.chunks.size(), " digests for ", file.bytes, " bytes"));
     }
     digest::RootStream root({.attempt = manifest.attempt,
                              .rank = manifest.rank,
@@ -314,7 +315,7 @@ absl::Status CheckFiles(const Manifest& manifest) {
                              .file_bytes = file.bytes});
     for (const Digest& chunk : file.chunks) root.Add(chunk);
     if (root.Finish() != file.root) {
-      return Wrong(FileLabel(i, file), "the root is not that of its digests");
+      return WrongManifest(FileLabel(i, file), "the root is not that of its digests");
     }
     if (manifest.Wrote(file)) bytes += file.bytes;
     if (!file.replicated) continue;
@@ -324,13 +325,13 @@ absl::Status CheckFiles(const Manifest& manifest) {
   }
   if (has_replicas != manifest.replicas.has_value() ||
       (has_replicas && *manifest.replicas != replicas.Finish())) {
-    return Wrong("replicas", "not the digest of the replicated files");
+    return WrongManifest("replicas", "not the digest of the replicated files");
   }
   if (has_replicas && manifest.version < 3) {
-    return Wrong("replicas", "versions below 3 lack it");
+    return WrongManifest("replicas", "versions below 3 lack it");
   }
   if (manifest.files_bytes.value_or(bytes) != bytes) {
-    return Wrong("files_bytes", absl::StrCat("not the ", bytes, " bytes of its files"));
+    return WrongManifest("files_bytes", absl::StrCat("not the ", bytes, " bytes of its files"));
   }
   return absl::OkStatus();
 }
@@ -360,9 +361,9 @@ absl::Status CheckTensors(const Manifest& manifest) {
   for (size_t i = 0; i < manifest.tensors.size(); ++i) {
     const Manifest::Tensor& tensor = manifest.tensors[i];
     const std::string wrong = WrongTensor(manifest, tensor);
-    if (!wrong.empty()) return Wrong(TensorLabel(i, tensor), wrong);
+    if (!wrong.empty()) return WrongManifest(TensorLabel(i, tensor), wrong);
     if (!names.insert(tensor.name).second) {
-      return Wrong(TensorLabel(i, tensor), "the name occurs twice");
+      return WrongManifest(TensorLabel(i, tensor), "the name occurs twice");
     }
     if (tensor.begin != tensor.end) order.push_back(static_cast<uint32_t>(i));
   }
@@ -375,8 +376,8 @@ absl::Status CheckTensors(const Manifest& manifest) {
     const Manifest::Tensor& before = manifest.tensors[order[i - 1]];
     const Manifest::Tensor& tensor = manifest.tensors[order[i]];
     if (before.file == tensor.file && before.end > tensor.begin) {
-      return Wrong(TensorLabel(order[i], tensor),
-                   absl::StrCat("overlaps tensor ", Quoted(before.name)));
+      return WrongManifest(TensorLabel(order[i], tensor),
+                           absl::StrCat("overlaps tensor ", Quoted(before.name)));
     }
   }
   return absl::OkStatus();

@@ -25,7 +25,7 @@ constexpr uint64_t kFileBytesMax =
 constexpr uint64_t kCountMax = 0xfffffffe;
 constexpr uint64_t kCrc32Bytes = 4;
 
-absl::Status Wrong(absl::string_view what) {
+absl::Status WrongPlan(absl::string_view what) {
   return absl::InvalidArgumentError(absl::StrCat("plan: ", what));
 }
 
@@ -39,39 +39,40 @@ std::string FileLabel(const SavePlan& plan, size_t index) {
 
 absl::Status CheckTensor(const SavePlan& plan, const PlannedTensor& tensor) {
   const std::string& name = tensor.name;
-  if (name.empty()) return Wrong("a tensor's name is empty");
+  if (name.empty()) return WrongPlan("a tensor's name is empty");
   if (!format::IsUtf8(name)) {
-    return Wrong(absl::StrCat("tensor ", format::Quoted(name), ": the name is not UTF-8"));
+    return WrongPlan(absl::StrCat("tensor ", format::Quoted(name), ": the name is not UTF-8"));
   }
   if (!format::IsUtf8(tensor.dtype)) {
-    return Wrong(absl::StrCat("tensor ", format::Quoted(name), ": the dtype is not UTF-8"));
+    return WrongPlan(absl::StrCat("tensor ", format::Quoted(name), ": the dtype is not UTF-8"));
   }
   for (const int64_t dimension : tensor.shape) {
     if (dimension < 0) {
-      return Wrong(
+      return WrongPlan(
           absl::StrCat("tensor ", format::Quoted(name), ": dimension ", dimension, " is negative"));
     }
   }
   if (tensor.file >= plan.files.size()) {
-    return Wrong(absl::StrCat("tensor ", format::Quoted(name), ": file ", tensor.file, " of ",
-                              plan.files.size()));
+    return WrongPlan(absl::StrCat("tensor ", format::Quoted(name), ": file ", tensor.file, " of ",
+                                  plan.files.size()));
   }
   if (tensor.begin > tensor.end || tensor.end > plan.files[tensor.file].bytes) {
-    return Wrong(absl::StrCat(FileLabel(plan, tensor.file), ": tensor ", format::Quoted(name),
-                              " at bytes ", tensor.begin, " to ", tensor.end, " of ",
-                              plan.files[tensor.file].bytes));
+    return WrongPlan(absl::StrCat(FileLabel(plan, tensor.file), ": tensor ", format::Quoted(name),
+                                  " at bytes ", tensor.begin, " to ", tensor.end, " of ",
+                                  plan.files[tensor.file].bytes));
   }
   return absl::OkStatus();
 }
 
 absl::Status CheckTensors(const SavePlan& plan) {
-  if (plan.tensors.size() > kCountMax) return Wrong("more than 2^32 - 2 tensors");
+  if (plan.tensors.size() > kCountMax) return WrongPlan("more than 2^32 - 2 tensors");
   absl::flat_hash_set<absl::string_view> names;
   names.reserve(plan.tensors.size());
   for (const PlannedTensor& tensor : plan.tensors) {
     HOLDFAST_RETURN_IF_ERROR(CheckTensor(plan, tensor));
     if (!names.insert(tensor.name).second) {
-      return Wrong(absl::StrCat("tensor ", format::Quoted(tensor.name), ": the name occurs twice"));
+      return WrongPlan(
+          absl::StrCat("tensor ", format::Quoted(tensor.name), ": the name occurs twice"));
     }
   }
   return absl::OkStatus();
@@ -122,35 +123,36 @@ std::string WrongSegment(const SavePlan& plan, size_t file, const Segment& segme
 absl::Status CheckFile(const SavePlan& plan, size_t index, std::vector<bool>* found) {
   const PlannedFile& file = plan.files[index];
   const char* const wrong_name = format::WrongNewFileName(file.name);
-  if (wrong_name != nullptr) return Wrong(absl::StrCat(FileLabel(plan, index), ": ", wrong_name));
+  if (wrong_name != nullptr)
+    return WrongPlan(absl::StrCat(FileLabel(plan, index), ": ", wrong_name));
   if (file.bytes > kFileBytesMax) {
-    return Wrong(absl::StrCat(FileLabel(plan, index), ": ", file.bytes, " bytes are too many"));
+    return WrongPlan(absl::StrCat(FileLabel(plan, index), ": ", file.bytes, " bytes are too many"));
   }
   uint64_t end = 0;
   for (size_t i = 0; i < file.segments.size(); ++i) {
     const Segment& segment = file.segments[i];
     if (segment.file_offset != end) {
-      return Wrong(absl::StrCat(FileLabel(plan, index), ": a segment begins at byte ",
-                                segment.file_offset, ", the one before it ends at ", end,
-                                segment.file_offset > end ? " (a gap)" : " (an overlap)"));
+      return WrongPlan(absl::StrCat(FileLabel(plan, index), ": a segment begins at byte ",
+                                    segment.file_offset, ", the one before it ends at ", end,
+                                    segment.file_offset > end ? " (a gap)" : " (an overlap)"));
     }
     if (segment.bytes > file.bytes - end) {
-      return Wrong(absl::StrCat(FileLabel(plan, index), ": a segment of ", segment.bytes,
-                                " bytes at byte ", end, " goes beyond the file's end at ",
-                                file.bytes));
+      return WrongPlan(absl::StrCat(FileLabel(plan, index), ": a segment of ", segment.bytes,
+                                    " bytes at byte ", end, " goes beyond the file's end at ",
+                                    file.bytes));
     }
     std::string wrong = WrongSegment(plan, index, segment);
     if (wrong.empty()) wrong = WrongSlots(file, i);
     if (!wrong.empty()) {
-      return Wrong(absl::StrCat(FileLabel(plan, index), ": the segment ", Range(end, segment.bytes),
-                                " ", wrong));
+      return WrongPlan(absl::StrCat(FileLabel(plan, index), ": the segment ",
+                                    Range(end, segment.bytes), " ", wrong));
     }
     if (segment.tensor != Segment::kLiteral) (*found)[segment.tensor] = true;
     end += segment.bytes;
   }
   if (end != file.bytes) {
-    return Wrong(absl::StrCat(FileLabel(plan, index), ": no segment for bytes ",
-                              Range(end, file.bytes - end)));
+    return WrongPlan(absl::StrCat(FileLabel(plan, index), ": no segment for bytes ",
+                                  Range(end, file.bytes - end)));
   }
   return absl::OkStatus();
 }
@@ -158,7 +160,7 @@ absl::Status CheckFile(const SavePlan& plan, size_t index, std::vector<bool>* fo
 }  // namespace
 
 absl::Status ValidatePlan(const SavePlan& plan) {
-  if (plan.files.size() > kCountMax) return Wrong("more than 2^32 - 2 files");
+  if (plan.files.size() > kCountMax) return WrongPlan("more than 2^32 - 2 files");
   HOLDFAST_RETURN_IF_ERROR(CheckTensors(plan));
   absl::flat_hash_set<absl::string_view> names;
   std::vector<bool> found(plan.tensors.size());
@@ -166,17 +168,17 @@ absl::Status ValidatePlan(const SavePlan& plan) {
   for (size_t i = 0; i < plan.files.size(); ++i) {
     HOLDFAST_RETURN_IF_ERROR(CheckFile(plan, i, &found));
     if (!names.insert(plan.files[i].name).second) {
-      return Wrong(absl::StrCat(FileLabel(plan, i), ": the name occurs twice"));
+      return WrongPlan(absl::StrCat(FileLabel(plan, i), ": the name occurs twice"));
     }
     chunks += format::ChunkCount(plan.files[i].bytes);
-    if (chunks > kCountMax) return Wrong("more than 2^32 - 2 chunks of 4 MiB");
+    if (chunks > kCountMax) return WrongPlan("more than 2^32 - 2 chunks of 4 MiB");
   }
   for (size_t i = 0; i < plan.tensors.size(); ++i) {
     const PlannedTensor& tensor = plan.tensors[i];
     if (found[i] || tensor.begin == tensor.end) continue;
-    return Wrong(absl::StrCat(FileLabel(plan, tensor.file), ": tensor ",
-                              format::Quoted(tensor.name), " at bytes ", tensor.begin, " to ",
-                              tensor.end, " has no segment"));
+    return WrongPlan(absl::StrCat(FileLabel(plan, tensor.file), ": tensor ",
+                                  format::Quoted(tensor.name), " at bytes ", tensor.begin, " to ",
+                                  tensor.end, " has no segment"));
   }
   return absl::OkStatus();
 }

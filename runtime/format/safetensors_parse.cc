@@ -19,12 +19,12 @@
 namespace holdfast::format {
 namespace {
 
-absl::Status Wrong(absl::string_view what) {
+absl::Status WrongHeader(absl::string_view what) {
   return absl::DataLossError(absl::StrCat("safetensors header: ", what));
 }
 
 absl::Status WrongTensor(const PlannedTensor& tensor, absl::string_view what) {
-  return Wrong(absl::StrCat("tensor ", Quoted(tensor.name), ": ", what));
+  return WrongHeader(absl::StrCat("tensor ", Quoted(tensor.name), ": ", what));
 }
 
 class HeaderReader {
@@ -147,7 +147,7 @@ absl::Status Place(uint64_t data_bytes, SafetensorsHeader* header) {
     tensor.end += header->data_begin;
   }
   if (end != data_bytes) {
-    return Wrong(
+    return WrongHeader(
         absl::StrCat("the tensors end at ", end, ", the file has ", data_bytes, " bytes of data"));
   }
   return absl::OkStatus();
@@ -189,16 +189,17 @@ absl::Status RestoreDtypes(absl::string_view text, SafetensorsHeader* header) {
 
 absl::StatusOr<uint64_t> HeaderLength(absl::string_view first8, uint64_t file_bytes) {
   if (file_bytes < 8 || first8.size() < 8) {
-    return Wrong(absl::StrCat("a file of ", file_bytes, " bytes has no room for it"));
+    return WrongHeader(absl::StrCat("a file of ", file_bytes, " bytes has no room for it"));
   }
   uint64_t length = 0;
   for (size_t i = 8; i-- > 0;) length = length << 8 | static_cast<unsigned char>(first8[i]);
   if (length > kSafetensorsHeaderMax) {
-    return Wrong(absl::StrCat("its length of ", length, " bytes is over the limit of ",
-                              kSafetensorsHeaderMax));
+    return WrongHeader(absl::StrCat("its length of ", length, " bytes is over the limit of ",
+                                    kSafetensorsHeaderMax));
   }
   if (length > file_bytes - 8) {
-    return Wrong(absl::StrCat("its length of ", length, " bytes is over the file's ", file_bytes));
+    return WrongHeader(
+        absl::StrCat("its length of ", length, " bytes is over the file's ", file_bytes));
   }
   return length;
 }
@@ -210,7 +211,7 @@ absl::StatusOr<SafetensorsHeader> ParseSafetensors(absl::string_view prefix, uin
                                                    " bytes were given, it has ", 8 + length));
   }
   const absl::string_view text = prefix.substr(8);
-  if (text.empty() || text.front() != '{') return Wrong("it does not begin with '{'");
+  if (text.empty() || text.front() != '{') return WrongHeader("it does not begin with '{'");
   SafetensorsHeader header;
   header.data_begin = prefix.size();
   HOLDFAST_RETURN_IF_ERROR(HeaderReader(text).Read(&header));

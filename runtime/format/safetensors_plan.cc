@@ -27,7 +27,7 @@ namespace {
 constexpr absl::string_view kMetadataName = "__metadata__";
 constexpr size_t kAttemptDigits = 32;
 
-absl::Status Wrong(const TensorSource& tensor, absl::string_view what) {
+absl::Status WrongSource(const TensorSource& tensor, absl::string_view what) {
   return absl::InvalidArgumentError(
       absl::StrCat("plan safetensors: tensor ", Quoted(tensor.name), ": ", what));
 }
@@ -143,34 +143,34 @@ class Planner {
       // Header and rounding keep their room below the largest file offset.
       if (__builtin_add_overflow(data_bytes_, tensor.bytes, &data_bytes_) ||
           data_bytes_ > uint64_t{std::numeric_limits<int64_t>::max()} - (uint64_t{1} << 30)) {
-        return Wrong(tensor, "the file would have more than 2^63 - 1 bytes");
+        return WrongSource(tensor, "the file would have more than 2^63 - 1 bytes");
       }
     }
     const TensorSource* const twice = NameCheck(tensors_).FindDuplicate();
-    if (twice != nullptr) return Wrong(*twice, "the name occurs twice");
+    if (twice != nullptr) return WrongSource(*twice, "the name occurs twice");
     Order();
     return absl::OkStatus();
   }
 
   absl::Status ExamineOne(const TensorSource& tensor) {
-    if (tensor.name.empty()) return Wrong(tensor, "the name is empty");
-    if (tensor.name == kMetadataName) return Wrong(tensor, "the name is the format's own");
-    if (!IsUtf8(tensor.name)) return Wrong(tensor, "the name is not UTF-8");
+    if (tensor.name.empty()) return WrongSource(tensor, "the name is empty");
+    if (tensor.name == kMetadataName) return WrongSource(tensor, "the name is the format's own");
+    if (!IsUtf8(tensor.name)) return WrongSource(tensor, "the name is not UTF-8");
     // Most tensors have the dtype of the previous tensor.
     if (dtype_ == nullptr || tensor.dtype != dtype_->name) dtype_ = FindDtype(tensor.dtype);
     if (dtype_ == nullptr && !IsUtf8(tensor.dtype)) {
-      return Wrong(tensor, "the dtype is not UTF-8");
+      return WrongSource(tensor, "the dtype is not UTF-8");
     }
-    if (tensor.data == nullptr && tensor.bytes != 0) return Wrong(tensor, "it has no data");
+    if (tensor.data == nullptr && tensor.bytes != 0) return WrongSource(tensor, "it has no data");
     const absl::StatusOr<uint64_t> elements = ElementCount(tensor.shape);
-    if (!elements.ok()) return Wrong(tensor, elements.status().message());
+    if (!elements.ok()) return WrongSource(tensor, elements.status().message());
     uint64_t element_bytes = 0;
     if (dtype_ != nullptr) {
       const absl::StatusOr<uint64_t> bytes = TensorBytes(*dtype_, *elements);
-      if (!bytes.ok()) return Wrong(tensor, bytes.status().message());
+      if (!bytes.ok()) return WrongSource(tensor, bytes.status().message());
       if (*bytes != tensor.bytes) {
-        return Wrong(tensor,
-                     absl::StrCat(tensor.bytes, " bytes given, shape and dtype make ", *bytes));
+        return WrongSource(
+            tensor, absl::StrCat(tensor.bytes, " bytes given, shape and dtype make ", *bytes));
       }
       element_bytes = std::max(1u, dtype_->bits / 8);
     } else if (*elements != 0 && tensor.bytes % *elements == 0) {

@@ -7,9 +7,7 @@
 namespace holdfast::format {
 namespace {
 
-constexpr absl::string_view kSelfDigestKey = "\"self_digest\":\"";
-constexpr absl::string_view kEnd = "\"}\n";
-constexpr size_t kTrailerBytes = kSelfDigestKey.size() + 32 + kEnd.size();
+constexpr size_t kTrailerBytes = kSelfDigestKey.size() + 32 + kSelfDigestEnd.size();
 
 }  // namespace
 
@@ -25,10 +23,10 @@ absl::Status CheckSelfDigest(absl::string_view what, absl::string_view text, uin
   }
   const absl::string_view trailer = text.substr(text.size() - kTrailerBytes);
   if (trailer.substr(0, kSelfDigestKey.size()) != kSelfDigestKey ||
-      trailer.substr(kTrailerBytes - kEnd.size()) != kEnd) {
+      trailer.substr(kTrailerBytes - kSelfDigestEnd.size()) != kSelfDigestEnd) {
     return wrong("end", "it does not end in a self-digest");
   }
-  const size_t covered = text.size() - 32 - kEnd.size();
+  const size_t covered = text.size() - 32 - kSelfDigestEnd.size();
   Digest recorded;
   if (!digest::FromHex(text.data() + covered, &recorded)) {
     return wrong("self_digest",

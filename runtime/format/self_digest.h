@@ -9,6 +9,11 @@
 
 namespace holdfast::format {
 
+// Readers find the self-digest from the file's end. So the digest is the last field, followed by
+// exactly these three bytes.
+constexpr absl::string_view kSelfDigestKey = "\"self_digest\":\"";
+constexpr absl::string_view kSelfDigestEnd = "\"}\n";
+
 /// Compares the digits at the end with the preceding bytes, before any field is trusted. The digits
 /// stand at a fixed place, so no parsing is needed. `what` names the text in messages. \error
 /// kDataLoss

@@ -37,7 +37,7 @@ constexpr uint16_t kVersionMax = 63;            // 6.3; zipfile refuses later ve
 constexpr uint16_t kEncryptedFlags = 0x0001 | 0x0040 | 0x2000;
 constexpr uint16_t kPatchedFlag = 0x0020;
 
-absl::Status Wrong(absl::string_view what) {
+absl::Status WrongZip(absl::string_view what) {
   return absl::DataLossError(absl::StrCat("zip: ", what));
 }
 
@@ -63,7 +63,7 @@ absl::StatusOr<size_t> FindEnd(absl::string_view tail) {
       if (Get16(tail, at + 20) == tail.size() - at - kEndBytes) return at;
     }
   }
-  return Wrong("no end record: this is not a zip file, or its end is missing");
+  return WrongZip("no end record: this is not a zip file, or its end is missing");
 }
 
 /// The zip64 end record has the values that the old record has no room for. A value in the old
@@ -75,12 +75,12 @@ absl::StatusOr<ZipDirectory> ReadEnd64(absl::string_view tail, size_t end, uint6
     return absl::UnimplementedError("zip: it spans several disks");
   }
   if (locator < kEnd64Bytes || place != tail_begin + locator - kEnd64Bytes) {
-    return Wrong(absl::StrCat("the zip64 end record is said to be at byte ", place,
-                              ", not in front of its locator"));
+    return WrongZip(absl::StrCat("the zip64 end record is said to be at byte ", place,
+                                 ", not in front of its locator"));
   }
   const size_t at = locator - kEnd64Bytes;
   if (Get32(tail, at) != kEnd64Signature || Get(tail, at + 4, 8) != kEnd64Bytes - 12) {
-    return Wrong(absl::StrCat("no zip64 end record at byte ", place));
+    return WrongZip(absl::StrCat("no zip64 end record at byte ", place));
   }
   if (Get32(tail, at + 16) != 0 || Get32(tail, at + 20) != 0) {
     return absl::UnimplementedError("zip: it spans several disks");
@@ -97,7 +97,7 @@ absl::StatusOr<ZipDirectory> ReadEnd64(absl::string_view tail, size_t end, uint6
       !agree(Get16(tail, end + 10), 0xffff, directory.records) ||
       !agree(Get32(tail, end + 12), kIn64, directory.bytes) ||
       !agree(Get32(tail, end + 16), kIn64, directory.begin)) {
-    return Wrong("its two end records disagree");
+    return WrongZip("its two end records disagree");
   }
   return directory;
 }
@@ -111,7 +111,7 @@ absl::StatusOr<ZipDirectory> ReadEnd(absl::string_view tail, size_t end) {
   directory.bytes = Get32(tail, end + 12);
   directory.begin = Get32(tail, end + 16);
   if (Get16(tail, end + 8) != directory.records)
-    return Wrong("its end record disagrees with itself");
+    return WrongZip("its end record disagrees with itself");
   return directory;
 }
 
@@ -123,14 +123,14 @@ absl::Status ReadZip64(absl::string_view extra, uint64_t* unpacked, uint64_t* pa
     const uint16_t id = Get16(extra, 0);
     const size_t bytes = Get16(extra, 2);
     extra.remove_prefix(4);
-    if (bytes > extra.size()) return Wrong("an extra field goes beyond its record");
+    if (bytes > extra.size()) return WrongZip("an extra field goes beyond its record");
     if (id == kZip64Field) {
-      if (found) return Wrong("two zip64 fields");
+      if (found) return WrongZip("two zip64 fields");
       found = true;
       absl::string_view field = extra.substr(0, bytes);
       for (uint64_t* value : {unpacked, packed, local}) {
         if (*value != kIn64) continue;
-        if (field.size() < 8) return Wrong("a zip64 field is too short");
+        if (field.size() < 8) return WrongZip("a zip64 field is too short");
         *value = Get(field, 0, 8);
         field.remove_prefix(8);
       }
@@ -177,12 +177,12 @@ absl::StatusOr<ZipDirectory> FindZipDirectory(absl::string_view tail, uint64_t f
   // added in front of the file.
   const uint64_t ends = tail_begin + (zip64 ? end - kLocatorBytes - kEnd64Bytes : end);
   if (directory.begin > ends || directory.bytes != ends - directory.begin) {
-    return Wrong(absl::StrCat("a directory of ", directory.bytes, " bytes at byte ",
-                              directory.begin, " does not end at byte ", ends));
+    return WrongZip(absl::StrCat("a directory of ", directory.bytes, " bytes at byte ",
+                                 directory.begin, " does not end at byte ", ends));
   }
   if (directory.records > directory.bytes / kRecordBytes) {
-    return Wrong(absl::StrCat(directory.records, " records do not fit a directory of ",
-                              directory.bytes, " bytes"));
+    return WrongZip(absl::StrCat(directory.records, " records do not fit a directory of ",
+                                 directory.bytes, " bytes"));
   }
   return directory;
 }
@@ -194,14 +194,14 @@ absl::StatusOr<uint64_t> ZipLength(absl::string_view tail) {
   uint64_t after = tail.size() - end;
   if (end >= kLocatorBytes + kEnd64Bytes && Get32(tail, end - kLocatorBytes) == kLocatorSignature) {
     const size_t end64 = end - kLocatorBytes - kEnd64Bytes;
-    if (Get32(tail, end64) != kEnd64Signature) return Wrong("no zip64 end record");
+    if (Get32(tail, end64) != kEnd64Signature) return WrongZip("no zip64 end record");
     directory_bytes = Get(tail, end64 + 40, 8);
     directory_begin = Get(tail, end64 + 48, 8);
     after += kLocatorBytes + kEnd64Bytes;
   }
   const uint64_t limit = ~uint64_t{0} - after;
   if (directory_begin > limit || directory_bytes > limit - directory_begin) {
-    return Wrong("its directory goes beyond any file");
+    return WrongZip("its directory goes beyond any file");
   }
   return directory_begin + directory_bytes + after;
 }
@@ -219,8 +219,8 @@ absl::StatusOr<std::vector<ZipRecord>> ParseZipDirectory(absl::string_view direc
   absl::string_view rest = directory;
   for (uint64_t i = 0; i < where.records; ++i) {
     const auto wrong = [&](absl::string_view what) {
-      return Wrong(absl::StrCat("record ", i, " at byte ",
-                                where.begin + (directory.size() - rest.size()), ": ", what));
+      return WrongZip(absl::StrCat("record ", i, " at byte ",
+                                   where.begin + (directory.size() - rest.size()), ": ", what));
     };
     if (rest.size() < kRecordBytes || Get32(rest, 0) != kRecordSignature) {
       return wrong("no directory record");
@@ -259,17 +259,17 @@ absl::StatusOr<std::vector<ZipRecord>> ParseZipDirectory(absl::string_view direc
     rest.remove_prefix(record_bytes);
   }
   if (!rest.empty()) {
-    return Wrong(absl::StrCat(rest.size(), " bytes after the directory's last record"));
+    return WrongZip(absl::StrCat(rest.size(), " bytes after the directory's last record"));
   }
   return records;
 }
 
 absl::StatusOr<uint64_t> LocalHeaderBytes(absl::string_view first, absl::string_view name) {
   if (first.size() < kLocalBytes || Get32(first, 0) != kLocalSignature) {
-    return Wrong("no local header");
+    return WrongZip("no local header");
   }
   if (Get16(first, 26) != name.size() || first.substr(kLocalBytes, name.size()) != name) {
-    return Wrong(absl::StrCat("the local header of ", Quoted(name), " has another name"));
+    return WrongZip(absl::StrCat("the local header of ", Quoted(name), " has another name"));
   }
   return kLocalBytes + Get16(first, 26) + Get16(first, 28);
 }
@@ -284,8 +284,9 @@ absl::Status CheckZipLayout(const std::vector<ZipRecord>& records, const ZipDire
   for (size_t i = 0; i < order.size(); ++i) {
     const uint64_t limit = i + 1 < order.size() ? order[i + 1]->begin : where.begin;
     if (order[i]->begin > limit || order[i]->bytes > limit - order[i]->begin) {
-      return Wrong(absl::StrCat(Quoted(order[i]->name), " of ", order[i]->bytes, " bytes at byte ",
-                                order[i]->begin, " overlaps what begins at ", limit));
+      return WrongZip(absl::StrCat(Quoted(order[i]->name), " of ", order[i]->bytes,
+                                   " bytes at byte ", order[i]->begin, " overlaps what begins at ",
+                                   limit));
     }
   }
   return absl::OkStatus();

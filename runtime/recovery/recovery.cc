@@ -42,7 +42,7 @@ using directory::Owner;
 using directory::SyncDirectory;
 namespace {
 
-constexpr absl::Duration kPoll = absl::Milliseconds(20);
+constexpr absl::Duration kOrphanPoll = absl::Milliseconds(20);
 // The interval on file systems where each check is a request to a server.
 constexpr absl::Duration kPollSilence = absl::Seconds(1);
 // Longer than another recovery's removals, which take about 0.25 s/GiB.
@@ -223,7 +223,7 @@ absl::Status Recovery::PromoteAndAwaitOrphans(std::vector<std::string>* orphans)
     }
     const bool silence_may_come = !not_yet_silent.empty() && base::Now() < silence_deadline;
     if (!silence_may_come && (orphans->empty() || base::Now() >= deadline)) return absl::OkStatus();
-    directory::Pause(orphans->empty() ? kPollSilence : kPoll);
+    directory::Pause(orphans->empty() ? kPollSilence : kOrphanPoll);
     names = *orphans;
     names.insert(names.end(), not_yet_silent.begin(), not_yet_silent.end());
   }

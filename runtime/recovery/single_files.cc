@@ -30,7 +30,7 @@ using directory::EntryKind;
 using directory::FileSave;
 using format::CompanionKind;
 
-constexpr absl::Duration kPoll = absl::Milliseconds(20);
+constexpr absl::Duration kWriterPoll = absl::Milliseconds(20);
 
 std::string NameOf(const FileSave& save, CompanionKind kind) {
   return format::CompanionName({.file = save.file, .kind = kind, .attempt = save.attempt});
@@ -206,7 +206,7 @@ absl::Status AwaitSingleFiles(int parent, const std::string& path, absl::Time de
       const auto fd = directory::OpenFile(parent, NameOf(save, CompanionKind::kTemporary),
                                           /*follow_symlink=*/false);
       if (!fd.ok() || !IsLocked(fd->get())) break;
-      directory::Pause(kPoll);
+      directory::Pause(kWriterPoll);
     }
   }
   return absl::OkStatus();

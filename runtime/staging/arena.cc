@@ -10,13 +10,13 @@
 #include "absl/strings/str_cat.h"
 #include "runtime/base/status.h"
 #include "runtime/staging/memory_room.h"
+#include "runtime/staging/page_source.h"
 #include "runtime/staging/prefault.h"
 #include "runtime/sys/system.h"
 
 namespace holdfast::staging {
 namespace {
 
-constexpr char kObject[] = "staging arena";
 constexpr uint64_t kStatBlockBytes = 512;  // unit of st_blocks: stat(2)
 
 std::vector<PageRung> Ladder(PageRung asked) {
@@ -26,7 +26,7 @@ std::vector<PageRung> Ladder(PageRung asked) {
 
 absl::StatusOr<uint64_t> BytesInFile(int fd) {
   struct stat info = {};
-  if (sys::Sys().fstat(fd, &info) != 0) return base::ErrnoStatus("fstat", kObject, errno);
+  if (sys::Sys().fstat(fd, &info) != 0) return base::ErrnoStatus("fstat", kArenaObject, errno);
   return static_cast<uint64_t>(info.st_blocks) * kStatBlockBytes;
 }
 
@@ -41,14 +41,14 @@ absl::StatusOr<char*> MapAligned(int fd, uint64_t bytes, uint64_t alignment) {
   void* hint = nullptr;
   for (int i = 0; true; ++i) {
     void* const mapped = sys.mmap(hint, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
-    if (mapped == MAP_FAILED) return base::ErrnoStatus("mmap", kObject, errno);
+    if (mapped == MAP_FAILED) return base::ErrnoStatus("mmap", kArenaObject, errno);
     // Without alignment the proof of huge pages fails, and the arena takes the next rung.
     if (reinterpret_cast<uintptr_t>(mapped) % alignment == 0 || i == kTries)
       return static_cast<char*>(mapped);
     (void)sys.munmap(mapped, bytes);
     char* const range = static_cast<char*>(
         sys.mmap(nullptr, room, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
-    if (range == MAP_FAILED) return base::ErrnoStatus("find addresses for", kObject, errno);
+    if (range == MAP_FAILED) return base::ErrnoStatus("find addresses for", kArenaObject, errno);
     (void)sys.munmap(range, room);
     hint = range + (alignment - reinterpret_cast<uintptr_t>(range) % alignment) % alignment;
   }
@@ -122,16 +122,16 @@ absl::Status Arena::Map(const PageSource& source) {
   bytes_ = source.bytes;
   // A child forked by the host (a DataLoader's) must neither keep nor see this memory.
   if (sys::Sys().madvise(base_, bytes_, MADV_DONTFORK) != 0)
-    return base::ErrnoStatus("madvise DONTFORK", kObject, errno);
+    return base::ErrnoStatus("madvise DONTFORK", kArenaObject, errno);
   // Without DONTDUMP a core dump would hold a checkpoint and be slow to write.
   if (sys::Sys().madvise(base_, bytes_, MADV_DONTDUMP) != 0)
-    return base::ErrnoStatus("madvise DONTDUMP", kObject, errno);
+    return base::ErrnoStatus("madvise DONTDUMP", kArenaObject, errno);
   return absl::OkStatus();
 }
 
 absl::Status Arena::AdviseHuge() {
   if (sys::Sys().madvise(base_, bytes_, MADV_HUGEPAGE) == 0) return absl::OkStatus();
-  return base::ErrnoStatus("madvise HUGEPAGE", kObject, errno);
+  return base::ErrnoStatus("madvise HUGEPAGE", kArenaObject, errno);
 }
 
 // Both rungs fall back to small pages without an error, but the file's size shows the page size:
@@ -169,7 +169,7 @@ Arena::~Arena() {
 absl::Status Arena::Punch() {
   if (sys::Sys().fallocate(fd(), FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, 0,
                            static_cast<off_t>(bytes_)) != 0) {
-    return base::ErrnoStatus("punch", kObject, errno);
+    return base::ErrnoStatus("punch", kArenaObject, errno);
   }
   resident_.store(false, std::memory_order_release);
   return absl::OkStatus();

@@ -25,11 +25,10 @@
 namespace holdfast::staging {
 namespace {
 
-constexpr char kObject[] = "staging arena";
 constexpr uint64_t kTwoMiB = uint64_t{2} << 20;
 
 absl::StatusOr<base::UniqueFd> OpenMemfd(unsigned flags) {
-  return base::CreateMemfd("holdfast-staging", kObject, flags);
+  return base::CreateMemfd("holdfast-staging", kArenaObject, flags);
 }
 
 absl::StatusOr<base::UniqueFd> OpenHugetlb() {
@@ -76,7 +75,7 @@ absl::StatusOr<uint64_t> PageBytes(PageRung rung, int fd) {
   switch (rung) {
     case PageRung::kHugetlb: {
       struct stat info = {};
-      if (sys::Sys().fstat(fd, &info) != 0) return base::ErrnoStatus("fstat", kObject, errno);
+      if (sys::Sys().fstat(fd, &info) != 0) return base::ErrnoStatus("fstat", kArenaObject, errno);
       return static_cast<uint64_t>(info.st_blksize);  // hugetlbfs reports its page size there
     }
     case PageRung::kTmpfsHuge:
@@ -93,7 +92,7 @@ absl::Status CheckFileSizeLimit(uint64_t bytes) {
   if (sys::Sys().getrlimit(RLIMIT_FSIZE, &limit) != 0)
     return base::ErrnoStatus("getrlimit", "RLIMIT_FSIZE", errno);
   if (limit.rlim_cur == RLIM_INFINITY || bytes <= limit.rlim_cur) return absl::OkStatus();
-  return absl::ResourceExhaustedError(absl::StrCat("size ", kObject, ": ", bytes,
+  return absl::ResourceExhaustedError(absl::StrCat("size ", kArenaObject, ": ", bytes,
                                                    " bytes are above the file size limit of ",
                                                    limit.rlim_cur, "; raise it (ulimit -f)"));
 }
@@ -123,12 +122,12 @@ absl::StatusOr<PageSource> OpenPages(PageRung rung, uint64_t bytes) {
   source.bytes = AlignUp(bytes, source.page_bytes);
   HOLDFAST_RETURN_IF_ERROR(CheckFileSizeLimit(source.bytes));
   if (sys::Sys().ftruncate(source.fd.get(), static_cast<off_t>(source.bytes)) != 0)
-    return base::ErrnoStatus("ftruncate", kObject, errno);
+    return base::ErrnoStatus("ftruncate", kArenaObject, errno);
   if (rung == PageRung::kTmpfsHuge) return source;  // tmpfs files have no seals
   // Unsealed, another holder of the fd could shrink the file and turn an access into a SIGBUS.
   if (sys::Sys().fcntl(source.fd.get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) !=
       0) {
-    return base::ErrnoStatus("seal", kObject, errno);
+    return base::ErrnoStatus("seal", kArenaObject, errno);
   }
   return source;
 }

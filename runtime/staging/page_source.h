@@ -10,6 +10,9 @@
 
 namespace holdfast::staging {
 
+/// The arena in error messages.
+constexpr char kArenaObject[] = "staging arena";
+
 struct PageSource {
   base::UniqueFd fd;
   uint64_t bytes = 0;       ///< Size of the file: the request rounded up to a page.

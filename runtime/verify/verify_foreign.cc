@@ -21,7 +21,6 @@ namespace {
 using load::StreamBlock;
 using load::StreamVerdict;
 
-constexpr char kLocalSignature[] = "PK\x03\x04";
 constexpr char kDistributedSuffix[] = ".distcp";
 
 bool HasTensorSuffix(const std::string& name) {
@@ -67,10 +66,10 @@ void ForeignCheck::AddFile(const std::string& name, bool asked_for) {
   if (!bytes.ok()) return add_error(bytes.status());
   const auto first = directory::ReadRange(fd->get(), name, 0, std::min<uint64_t>(*bytes, 4));
   if (!first.ok()) return add_error(first.status());
-  if (*first == kLocalSignature || absl::EndsWith(name, kDistributedSuffix)) {
+  if (*first == kZipSignature || absl::EndsWith(name, kDistributedSuffix)) {
     auto archives = FindZipArchives(fd->get(), name, *bytes);
     if (!archives.ok()) return add_error(archives.status());
-    if (*first == kLocalSignature || archives->archives > 0) {
+    if (*first == kZipSignature || archives->archives > 0) {
       return AddZip(name, *bytes, *std::move(archives));
     }
   }

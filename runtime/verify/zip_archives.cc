@@ -20,7 +20,6 @@ constexpr uint64_t kWindowBytesMax = 1 << 20;
 // A directory is read into memory. A sparse file may name one of any length.
 constexpr uint64_t kDirectoryBytesMax = 1 << 30;
 constexpr char kEndSignature[] = "PK\x05\x06";
-constexpr char kLocalSignature[] = "PK\x03\x04";
 constexpr char kRecordSignature[] = "PK\x01\x02";
 // The reads of a sound file: its directories and local headers once, and each byte once in a
 // window.
@@ -197,7 +196,7 @@ class ArchiveWalk {
     if (end - begin < kSignatureBytes) return false;
     HOLDFAST_ASSIGN_OR_RETURN(const std::string first,
                               directory::ReadRange(file_, name_, begin, kSignatureBytes));
-    return absl::StartsWith(first, kLocalSignature);
+    return absl::StartsWith(first, kZipSignature);
   }
 
   const int file_;

@@ -13,6 +13,9 @@
 
 namespace holdfast::verify {
 
+/// The first bytes of an archive: of its first record's local header.
+constexpr char kZipSignature[] = "PK\x03\x04";
+
 /// Bytes outside every readable archive.
 struct ZipGap {
   uint64_t begin = 0;

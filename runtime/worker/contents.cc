@@ -26,7 +26,6 @@ constexpr char kTemporarySuffix[] = ".tmp";
 // As format/directory_names, which is unavailable below the fork line.
 constexpr char kPartial[] = ".partial-";
 constexpr char kFenced[] = ".fenced-";
-constexpr char kRetired[] = ".retired-";
 // An element of a manifest's `files` in its written form: {"name":"NAME","bytes":N,...
 constexpr char kElement[] = "{\"name\":\"";
 constexpr char kBytes[] = "\",\"bytes\":";

@@ -89,6 +89,9 @@ bool MustKeep(const Contents& contents, const char* directory_name);
 /// directories.
 size_t CommittedBytes(const Contents& contents, const char* directory_name);
 
+/// Between CHECKPOINT and <attempt> in the name of a retired checkpoint.
+constexpr char kRetired[] = ".retired-";
+
 /// Whether a name is of the form ".CHECKPOINT.retired-<attempt>".
 bool IsRetiredName(const char* directory_name);
 

@@ -13,11 +13,11 @@
 #include "runtime/sys/owned_fds.h"
 #include "runtime/sys/retry.h"
 #include "runtime/sys/system.h"
+#include "runtime/worker/contents.h"
 
 namespace holdfast::worker {
 namespace {
 
-constexpr char kRetired[] = ".retired-";
 constexpr size_t kRetiredBytes = sizeof(kRetired) - 1;
 
 int Rename(int parent, const char* from, const char* to, unsigned flags) {

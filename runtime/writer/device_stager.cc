@@ -11,7 +11,7 @@ namespace {
 
 // The maximum sleep on the oldest copy, or on memory, before the next look at all saves.
 constexpr absl::Duration kCopyStep = absl::Milliseconds(5);
-constexpr absl::Duration kMemoryStep = absl::Milliseconds(10);
+constexpr absl::Duration kDeviceMemoryStep = absl::Milliseconds(10);
 
 }  // namespace
 
@@ -129,7 +129,7 @@ absl::Status DeviceStager::RestWith(Work* work) {
   if (!work->copying.empty()) return FinishOldest(work, kCopyStep).status();
   const uint32_t index = work->unleased.front();
   HOLDFAST_ASSIGN_OR_RETURN(const bool leased,
-                            leases_->WaitAndTake(work->save.get(), index, kMemoryStep));
+                            leases_->WaitAndTake(work->save.get(), index, kDeviceMemoryStep));
   if (!leased) return leases_->CheckWaitDeadline(*work->save, progress_at_);
   work->unleased.pop_front();
   work->leased.push_back(index);

@@ -13,12 +13,10 @@ namespace holdfast::bench {
 namespace {
 
 constexpr uint32_t kCounts[] = {300, 10'000, 100'000, 1'000'000};
-constexpr uint64_t kTensorBytes = 256;
 // Room for the bytes of one save and for the header, which has fewer bytes per tensor.
-constexpr uint64_t kArenaBytesPerTensor = 2 * kTensorBytes;
+constexpr uint64_t kArenaBytesPerTensor = 2 * kSmallTensorBytes;
 // Checkpoints of so many tensors stay, because deletions slow the next calls (handoff_section.cc).
 constexpr uint32_t kCountKept = 10'000;
-constexpr double kUsPerSecond = 1e6;
 
 /// Gives the tensors names as long as those of a model.
 std::vector<TensorSource> Named(std::vector<TensorSource> tensors, const char* stack) {
@@ -31,7 +29,7 @@ std::vector<TensorSource> Named(std::vector<TensorSource> tensors, const char* s
 /// Makes a pair of saves per round: the first with the structure of the other stack, the second
 /// with the same structure again.
 absl::Status Calls(const Bench& bench, uint32_t count, Way* way) {
-  const absl::StatusOr<Memory> memory = Memory::MakeNoise(count * kTensorBytes, Pages::kBase);
+  const absl::StatusOr<Memory> memory = Memory::MakeNoise(count * kSmallTensorBytes, Pages::kBase);
   if (!memory.ok()) return memory.status();
   const std::vector<TensorSource> tensors = memory->CutTensors(count);
   const std::vector<TensorSource> stacks[] = {Named(tensors, "encoder"), Named(tensors, "decoder")};

@@ -17,11 +17,9 @@ namespace holdfast::bench {
 namespace {
 
 constexpr uint32_t kCallTensors = 300;
-constexpr uint64_t kTensorBytes = 256;
 constexpr uint64_t kArenaBytes = uint64_t{16} << 20;
 constexpr uint64_t kBallastSmallBytes = uint64_t{100} << 20;
 constexpr uint32_t kRounds = 9;
-constexpr double kUsPerSecond = 1e6;
 
 /// A stand-in for an accelerator: a thread of its own copies in the order of the tickets, as the
 /// copy engine of a GPU does.
@@ -125,7 +123,7 @@ absl::Status Calls(const Bench& bench, Launcher launcher, uint32_t calls,
 
 absl::Status RunHandoff(const Bench& bench) {
   const absl::StatusOr<Memory> memory =
-      Memory::MakeNoise(kCallTensors * kTensorBytes, Pages::kBase);
+      Memory::MakeNoise(kCallTensors * kSmallTensorBytes, Pages::kBase);
   if (!memory.ok()) return memory.status();
   const std::vector<TensorSource> tensors = memory->CutTensors(kCallTensors);
   LateDevice device;

@@ -17,6 +17,9 @@ namespace holdfast::bench {
 inline constexpr double kGib = 1024.0 * 1024.0 * 1024.0;
 /// Tensors of the large states.
 inline constexpr uint32_t kTensors = 64;
+/// Of a tensor where the cost of the call is measured, not that of its bytes.
+inline constexpr uint64_t kSmallTensorBytes = 256;
+inline constexpr double kUsPerSecond = 1e6;
 
 /// Time and CPU time since a starting point.
 class Stopwatch {
