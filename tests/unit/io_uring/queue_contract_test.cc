@@ -374,6 +374,9 @@ TEST_P(QueueTest, WorksInAForkedChildThatOpensItsOwn) {
   const int status = InChild([this] {
     auto own = std::make_unique<Queue>();
     if (own->Open(Options()) != 0) return 1;
+    DirectOpen file;  // The child's copies of this process's files may be closed (owned_fds.h).
+    if (OpenDirect(AT_FDCWD, path_.c_str(), O_RDWR, 0, true, &file) != 0) return 5;
+    fd_ = file.fd;
     if (own->Submit(WriteAt(0, 1u << 20)) != 0) return 2;
     Completion one;
     if (own->Wait(&one, 1, 60'000, nullptr) != 1) return 3;
