@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Attacks Holdfast on this machine for hours, and writes one report that says whether it can be trusted here.
 #
-#   tools/campaign.sh HOURS DIR [--seed N] [--parts NAME,...] [--events KIND,...] [--write]
+#   tools/campaign.sh HOURS DIR [--seed N] [--parts NAME,...] [--events KIND,...] [--engines NAME,...] [--write]
 #
 # HOURS    of testing, after the builds; 0.1 is a rehearsal of six minutes. Root sees more: small file systems, limits.
 # DIR      on the file system to try. The report is DIR/report.md; each part's log and report stand beside it.
@@ -21,6 +21,7 @@
 #   coverage    by all tests, at most 2 hours beside HOURS; left out of campaigns below four hours that do not name it
 #
 # --events  kinds that the rounds of rounds and program draw (default: all); integrity-fuzz has their names.
+# --engines  of these rounds (default: all); integrity-fuzz has their names, too.
 # --write  adds what was done to docs/campaigns.json, and writes the sums into docs/integrity.md.
 #
 # Exit status 0: nothing was found, and every part ran, or was left out because root is missing: then the parts that a user can run
@@ -36,10 +37,10 @@ trap '[ $? != 1 ] || [ -n "$judged" ] || exit 2' EXIT
 case "${1:-}" in
   '' | -h | --help) print_help ;;
 esac
-[ $# -ge 2 ] || fail "usage: tools/campaign.sh HOURS DIR [--seed N] [--parts NAME,...] [--events KIND,...] [--write]"
-hours=$1 directory=$2 seed=$RANDOM parts= events= write=
+[ $# -ge 2 ] || fail "usage: tools/campaign.sh HOURS DIR [--seed N] [--parts NAME,...] [--events KIND,...] [--engines NAME,...] [--write]"
+hours=$1 directory=$2 seed=$RANDOM parts= events= engines= write=
 shift 2
-read_options 'seed= parts= events= write' "$@"
+read_options 'seed= parts= events= engines= write' "$@"
 seconds=$(awk -v hours="$hours" 'BEGIN { if (hours + 0 <= 0) exit 1; printf "%d", hours * 3600 }') ||
   fail "HOURS is $hours; it must be a number above 0"
 mkdir -p "$directory"
@@ -115,9 +116,10 @@ fuzz() {
   ! wanted "$name" || part "$name" "$(($(share "$name") + 900))" "$bin/integrity-fuzz" --jobs "$at_once" --time "$(share "$name")s" \
     --seed "$seed" --dir "$out" --report "$out/$name.json" "$@"
 }
-fuzz rounds ${events:+--events "$events"}
+drawn=(${events:+--events "$events"} ${engines:+--engines "$engines"})
+fuzz rounds "${drawn[@]}"
 # Its processes are small, and wait for most of their time.
-fuzz program ${events:+--events "$events"} --jobs $((at_once + 16)) --doors plan --ranks 1 --bytes 32 --tensors 1000
+fuzz program "${drawn[@]}" --jobs $((at_once + 16)) --doors plan --ranks 1 --bytes 32 --tensors 1000
 fuzz steps --faults --kills
 fuzz pairs --faults --kills --pairs --per-script 20
 absent_savers=

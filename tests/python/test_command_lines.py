@@ -96,7 +96,7 @@ def test_a_program_ends_with_a_status_and_a_reason(
 
 
 FUZZ = ("--json", "--help", "--dir", "--rounds", "--time", "--seed", "--first", "--report", "--resume", "--jobs", "--ranks",
-        "--tensors", "--bytes", "--doors", "--events", "--places", "--no-mount", "--replay", "--repeat", "--shrink", "--savers",
+        "--tensors", "--bytes", "--doors", "--events", "--engines", "--places", "--no-mount", "--replay", "--repeat", "--shrink", "--savers",
         "--power-cuts", "--cuts", "--recorder", "--bad-disks", "--resets", "--disk", "--witness", "--after", "--scripts",
         "--per-script", "--pairs")  # fmt: skip
 ONE_ROUND = ("--rounds", "1", "--jobs", "1", "--tensors", "10", "--bytes", "1", "--no-mount", "--doors", "save_file")

@@ -283,6 +283,8 @@ def test_a_round_is_the_same_each_time_and_states_are_too() -> None:
     first = [schedule.draw(5, number, limits) for number in range(60)]
     assert first == [schedule.draw(5, number, limits) for number in range(60)]
     assert len({json.dumps(r["lives"]) for r in first}) == len(first)
+    engines = ("io_uring", "pwrite")
+    assert {schedule.draw(5, n, schedule.Limits(engines=engines))["engine"] for n in range(30)} == set(engines)
     kinds = {e["kind"] for n in range(300) for e in schedule.events_of(schedule.draw(5, n, limits))}
     assert kinds == {*schedule.HARMLESS, *schedule.HARMFUL, *schedule.DEADLY}
     spec = {"tensors": 12, "bytes": 100_000, "wide": True, "objects": True}
@@ -437,6 +439,7 @@ def test_smaller_rounds_are_smaller_and_end() -> None:
     "arguments",
     [
         ("--events", "kill-everything"),
+        ("--engines", "io_uring,aio"),
         ("--ranks", "0"),
         ("--jobs", "0"),
         ("--replay", "@/nowhere"),

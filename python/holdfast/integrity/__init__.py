@@ -72,6 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--doors", default="", metavar="NAME,...", help="draw only rounds of these doors: save_async, checkpointer, dcp, "
         "checkpointer-dcp, save_file, plan, megatron")  # fmt: skip
     add("--events", default="", metavar="KIND,...", help="draw only these kinds of events")
+    add("--engines", default="", metavar="NAME,...", help="draw only these engines: auto, io_uring-fixed, io_uring, pwrite")
     add("--places", default="", metavar="NAME,...", help="draw only rounds in these places: plain, small, quota, slow-disk, "
         "fuse-errs, fuse-locks, fuse-late, fuse-slow, fuse-forgets; of --faults and --kills: slow-disk")  # fmt: skip
     add("--no-mount", action="store_true", help="mount no file systems, even as root")
@@ -106,23 +107,22 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _chosen(option: str, given: str, known: Iterable[str]) -> tuple[str, ...]:
+    """What an option lists. Raises ValueError for names that are not known."""
+    names = tuple(name for name in given.split(",") if name)
+    if unknown := set(names) - set(known):
+        raise ValueError(f"{option}: there is no {', '.join(sorted(unknown))}; there is {', '.join(known)}")
+    return names
+
+
 def _limits(arguments: argparse.Namespace) -> Any:
     from holdfast.integrity import injection, memory_groups, native, schedule
 
-    kinds = tuple(k for k in arguments.events.split(",") if k)
-    unknown = set(kinds) - set(schedule.EVENTS)
-    if unknown:
-        raise ValueError(f"--events: there is no {', '.join(sorted(unknown))}; there is "
-                         + ", ".join(schedule.EVENTS))  # fmt: skip
-    doors = tuple(d for d in arguments.doors.split(",") if d)
-    if unknown := set(doors) - set(schedule.DOORS):
-        raise ValueError(f"--doors: there is no {', '.join(sorted(unknown))}; there is {', '.join(schedule.DOORS)}")
+    doors = _chosen("--doors", arguments.doors, schedule.DOORS)
     for door, reason in native.missing().items():
         if door in doors and reason:
             raise ValueError(f"--doors {door}: {reason}")
-    asked = tuple(p for p in arguments.places.split(",") if p)
-    if unknown := set(asked) - set(schedule.PLACES):
-        raise ValueError(f"--places: there is no {', '.join(sorted(unknown))}; there is {', '.join(schedule.PLACES)}")
+    asked = _chosen("--places", arguments.places, schedule.PLACES)
     no_mount = _no_mount(arguments)
     for place in set(asked) - {"plain"}:
         if reason := no_mount.get("fuse" if place.startswith("fuse-") else place, ""):
@@ -130,7 +130,9 @@ def _limits(arguments: argparse.Namespace) -> Any:
     if arguments.ranks < 1 or arguments.bytes < 18 or arguments.tensors < 2:
         raise ValueError("--ranks is at least 1, --bytes at least 18, --tensors at least 2")
     return schedule.Limits(
-        ranks_max=arguments.ranks, tensors_max=arguments.tensors, bytes_max=arguments.bytes << 20, kinds=kinds,
+        ranks_max=arguments.ranks, tensors_max=arguments.tensors, bytes_max=arguments.bytes << 20,
+        kinds=_chosen("--events", arguments.events, schedule.EVENTS),
+        engines=_chosen("--engines", arguments.engines, schedule.ENGINES) or schedule.ENGINES,
         mounts=tuple(kind for kind in schedule.MOUNTS if kind not in no_mount), places=asked,
         groups=not memory_groups.why_not(), filters=not injection.why_not(), doors=doors or native.doors(),
     )  # fmt: skip
@@ -179,7 +181,7 @@ def _seed(arguments: argparse.Namespace) -> int:
 def _options(arguments: argparse.Namespace) -> str:
     """The options that decide, beside a seed, which rounds are drawn."""
     default = _parser().parse_args([])
-    names = ("ranks", "tensors", "bytes", "doors", "events", "places")
+    names = ("ranks", "tensors", "bytes", "doors", "events", "engines", "places")
     given = [f"--{name} {value}" for name in names if (value := getattr(arguments, name)) != getattr(default, name)]
     return " ".join([*given, *["--no-mount"] * arguments.no_mount])
 
@@ -264,9 +266,7 @@ def _break_disks(arguments: argparse.Namespace) -> int:
         )
         if given
     )
-    kinds = given.split(",")
-    if unknown := set(kinds) - set(power_cuts.SIZES):
-        raise ValueError(f"{option}: there is no {', '.join(sorted(unknown))}; there is {', '.join(power_cuts.SIZES)}")
+    kinds = list(_chosen(option, given, power_cuts.SIZES))
     if os.geteuid() != 0:
         raise PermissionError(f"{option}: mounting the disks needs root")
     if targets and (reason := device_mapper.why_not(*targets)):

@@ -62,6 +62,7 @@ class Limits:
         bytes_max: size of the largest state.
         tensors_max: tensors of a state.
         kinds: event kinds to draw from; empty: all.
+        engines: to draw from.
         groups: whether memory control groups can be made.
         filters: whether trainers can forbid themselves system calls.
         doors: to draw from; where none is for several ranks, jobs have one.
@@ -73,6 +74,7 @@ class Limits:
     bytes_max: int = 8 * ARENA
     tensors_max: int = 100_000
     kinds: tuple[str, ...] = ()
+    engines: tuple[str, ...] = ENGINES
     groups: bool = True
     filters: bool = True
     doors: tuple[str, ...] = DOORS[:-1]  # Megatron's needs more than this package
@@ -104,7 +106,7 @@ class _Drawing:
         is_program = made["door"] == PLAN
         made["files"] = self.pick((1, 2), (2, 1), (5, 1)) if is_program else 1
         made["launcher"] = choose.choice(LAUNCHERS)
-        made["engine"] = choose.choice(ENGINES)
+        made["engine"] = choose.choice(self.limits.engines)
         made["device"] = "stand-in" if self.often(0.15) else "cpu"
         made["jobs"] = 2 if made["ranks"] == 1 and self.often(0.12) else 1
         made["same_names"] = made["jobs"] == 2 and self.often(0.4)
