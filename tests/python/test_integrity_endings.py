@@ -169,6 +169,26 @@ def test_what_is_to_be_killed_has_begun(tmp_path: Path, adopting: None) -> None:
     assert jobs.run_and_kill(os.getpid, (), 60) == 0
 
 
+def interrupt_and_wait(path: str, driver: int) -> None:
+    Path(path).write_text(str(os.getpid()))
+    os.kill(driver, signal.SIGUSR1)
+    time.sleep(60)
+
+
+def test_what_is_to_be_killed_ends_with_an_interrupted_campaign(tmp_path: Path) -> None:
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    path, before = tmp_path / "pid", signal.signal(signal.SIGUSR1, interrupt)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            jobs.run_and_kill(interrupt_and_wait, (str(path), os.getpid()), 60)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(path.read_text()), 0)
+
+
 @pytest.mark.parametrize(("status", "kills", "said"), [(-9, 1, []), (0, 0, []), (-11, 0, ["a recovery ended with status -11"])])
 def test_a_recovery_that_ends_by_itself_was_not_killed(
     status: int, kills: int, said: list[str], tmp_path: Path, adopting: None, monkeypatch: pytest.MonkeyPatch

@@ -14,7 +14,7 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from multiprocessing import forkserver
 from typing import Any
 
@@ -334,6 +334,19 @@ class Life:
             self._crews.pop().dismiss()
 
 
+@contextlib.contextmanager
+def _running(target: Any, arguments: tuple[Any, ...]) -> Iterator[Any]:
+    """A process, which ends with the block, also when the campaign is interrupted."""
+    process = context.Process(target=target, args=arguments)
+    process.start()
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.join()
+        process.close()
+
+
 def run_and_kill(body: Any, arguments: tuple[Any, ...], seconds: float) -> int:
     """Runs `body` in a process of its own, which is killed some seconds after its beginning.
 
@@ -341,17 +354,13 @@ def run_and_kill(body: Any, arguments: tuple[Any, ...], seconds: float) -> int:
         The exit status: -SIGKILL where it had not ended before.
     """
     read, write = context.Pipe(duplex=False)
-    process = context.Process(target=_beginning, args=(body, arguments, write))
-    process.start()
-    write.close()
-    with read:
+    with read, _running(_beginning, (body, arguments, write)) as process:
+        write.close()
         read.poll(TIME_SILENT_MAX)
-    process.join(seconds)
-    process.kill()
-    process.join()
-    status: int = process.exitcode
-    process.close()
-    return status
+        process.join(seconds)
+        process.kill()
+        process.join()
+        return int(process.exitcode)
 
 
 def _beginning(body: Any, arguments: tuple[Any, ...], out: Any) -> None:
@@ -372,13 +381,11 @@ def run_injected(body: Any, arguments: tuple[Any, ...], injector: injection.Inje
     """
     read, write = context.Pipe(duplex=False)
     mine, theirs = socket.socketpair()
-    process = context.Process(target=_injected, args=(body, arguments, theirs, write))
-    process.start()
-    write.close()
-    theirs.close()
-    injector.accept(mine, process.pid or 0, role)
     result = None
-    with read:
+    with read, _running(_injected, (body, arguments, theirs, write)) as process:
+        write.close()
+        theirs.close()
+        injector.accept(mine, process.pid or 0, role)
         try:
             if read.poll(TIME_SILENT_MAX):
                 result = read.recv()
@@ -386,9 +393,8 @@ def run_injected(body: Any, arguments: tuple[Any, ...], injector: injection.Inje
                 process.kill()
         except EOFError:
             pass
-    process.join()
-    status = process.exitcode
-    process.close()
+        process.join()
+        status = process.exitcode
     injector.close()
     return result, status or 0
 
