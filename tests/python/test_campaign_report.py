@@ -229,7 +229,7 @@ def test_each_saver_is_here_or_has_a_reason() -> None:
         (["nothing found"] * 3, 0, "**Nothing was found.**"),
         (["nothing found", "left out", "left out"], 0, "**Nothing was found in what ran; 2 of 3 parts did not run, or not to the end: b, c.**"),
         (["nothing found", "not run", "left out"], 2, "**Nothing was found in what ran; 2 of 3 parts did not run, or not to the end: b, c.**"),
-        (["left out", "left out", "not run"], 2, "**Nothing ran.**"),
+        (["left out", "left out", "not run"], 2, "**No part ran to its end.**"),
         (["found", "nothing found", "nothing found"], 1, "**Something was found: see the rows and their logs.**"),
         (["found", "not run", "nothing found"], 1,
          "**Something was found: see the rows and their logs.** 1 of 3 parts did not run, or not to the end: b."),

@@ -188,7 +188,7 @@ def whole(parts: list[tuple[str, str]]) -> tuple[int, str]:
     if FOUND in states:
         return 1, "**Something was found: see the rows and their logs.**" + f" {of}" * bool(missing)
     if NOTHING not in states:
-        return 2, "**Nothing ran.**"
+        return 2, "**No part ran to its end.**"
     if not missing:
         return 0, "**Nothing was found.**"
     return 2 if NOT_RUN in states else 0, f"**Nothing was found in what ran; {of}**"
