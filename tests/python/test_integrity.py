@@ -440,6 +440,8 @@ def test_smaller_rounds_are_smaller_and_end() -> None:
     [
         ("--events", "kill-everything"),
         ("--engines", "io_uring,aio"),
+        ("--bad-disks", ","),
+        ("--power-cuts", "ext4,"),
         ("--ranks", "0"),
         ("--jobs", "0"),
         ("--replay", "@/nowhere"),

@@ -107,11 +107,16 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _chosen(option: str, given: str, known: Iterable[str]) -> tuple[str, ...]:
-    """What an option lists. Raises ValueError for names that are not known."""
-    names = tuple(name for name in given.split(",") if name)
+def _check(option: str, names: Sequence[str], known: Iterable[str]) -> None:
+    """Raises ValueError for names that are not known."""
     if unknown := set(names) - set(known):
         raise ValueError(f"{option}: there is no {', '.join(sorted(unknown))}; there is {', '.join(known)}")
+
+
+def _chosen(option: str, given: str, known: Iterable[str]) -> tuple[str, ...]:
+    """What an option lists; without a name, all are meant."""
+    names = tuple(name for name in given.split(",") if name)
+    _check(option, names, known)
     return names
 
 
@@ -266,7 +271,8 @@ def _break_disks(arguments: argparse.Namespace) -> int:
         )
         if given
     )
-    kinds = list(_chosen(option, given, power_cuts.SIZES))
+    kinds = given.split(",")
+    _check(option, kinds, power_cuts.SIZES)
     if os.geteuid() != 0:
         raise PermissionError(f"{option}: mounting the disks needs root")
     if targets and (reason := device_mapper.why_not(*targets)):
@@ -342,9 +348,7 @@ def _break_steps(arguments: argparse.Namespace, scratch: str) -> int:
     """Faults and kills at every step of scripts; the status says whether one had a result that it must not."""
     from holdfast.integrity import injection, steps
 
-    names = tuple(n for n in arguments.scripts.split(",") if n)
-    if unknown := set(names) - set(steps.NAMES):
-        raise ValueError(f"--scripts: there is no {', '.join(sorted(unknown))}; there is {', '.join(steps.NAMES)}")
+    names = _chosen("--scripts", arguments.scripts, steps.NAMES)
     if reason := injection.why_not():
         raise OSError(f"--faults, --kills: {reason}")
     base = arguments.dir or scratch
