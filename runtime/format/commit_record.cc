@@ -26,7 +26,7 @@ class RecordWriter {
     WriteHead();
     Add(",\n\"manifests\":");
     for (uint32_t rank = 0; rank < input_.world_size; ++rank) WriteRow(rank);
-    // As in a manifest: the last field, followed by exactly these three bytes.
+    // As in a manifest: the last field, before exactly these three bytes (self_digest.h).
     Add("],\n\"self_digest\":");
     out_.slots.self_digest = {AddDigest(), layout::kDigestSlotBytes};
     Add("}\n");

@@ -9,8 +9,8 @@
 
 namespace holdfast::format {
 
-// Readers find the self-digest from the file's end. So the digest is the last field, followed by
-// exactly these three bytes.
+/// Readers find the self-digest from the file's end. So the digest is the last field, between the
+/// key and exactly the three bytes of the end.
 constexpr absl::string_view kSelfDigestKey = "\"self_digest\":\"";
 constexpr absl::string_view kSelfDigestEnd = "\"}\n";
 
