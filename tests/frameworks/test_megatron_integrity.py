@@ -54,7 +54,24 @@ def test_a_save_that_fails_costs_no_later_one(bench: rounds.Bench) -> None:
     assert (done.counts["failed"], done.counts["durable"]) == (1, 1)
 
 
-@pytest.mark.skipif(bool(places.why_not("fuse")), reason=places.why_not("fuse"))
+NO_FUSE = pytest.mark.skipif(bool(places.why_not("fuse")), reason=places.why_not("fuse"))
+
+
+@NO_FUSE
+@pytest.mark.parametrize("operation", ["MKDIR", "LOOKUP"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_errors_of_calls_that_megatron_and_its_caller_make_are_told_as_theirs(ranks: int, operation: str, tmp_path: Path) -> None:
+    """Of the directory, and of a look whether it is there. The other rank ends, too."""
+    jobs.start_server([schedule.MEGATRON])
+    saves = [action for step in range(1, 4) for action in (save(step, spec=SMALL), WAIT)]
+    with processes.adopting():
+        done = [rounds.run(of_megatron(*saves, ranks=ranks, fuse={"kind": "errs", "key": key, "operations": [operation], "share": 0.3}),
+                           str(tmp_path)) for key in range(4)]  # fmt: skip
+    assert [p for one in done for p in one.problems] == []
+    assert sum(one.counts["refused"] for one in done) > 0
+
+
+@NO_FUSE
 @pytest.mark.parametrize(("plant", "found"), [("", False), ("megatron_planted:megatron_syncs_nothing", True)])
 def test_what_megatron_has_written_survives_a_power_cut(plant: str, found: bool, tmp_path: Path) -> None:
     """Each file by its own fsync; and on a disk, whose flush makes everything durable."""

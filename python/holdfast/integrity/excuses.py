@@ -42,6 +42,15 @@ _CODES = {
 # Codes on the other ranks of a save: one has failed, or gives no sign of life. In DCP they give its codes, or
 # say that it is gone.
 _OF_RANKS = {"holdfast": {"ABORTED", "DEADLINE_EXCEEDED"}, "dcp": {"ABORTED", "UNAVAILABLE"}}
+# Errors of a process group, of an exchange with a rank that has gone.
+_OF_GROUPS = ("RuntimeError", "DistBackendError", "DistNetworkError")
+# What a system call of others' says there, where this package's errors have the codes above.
+_ERRNOS = {
+    "disk": {errno.ENOSPC, errno.EDQUOT},
+    "errs": {errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EROFS},
+    "limit-files": {errno.EMFILE},
+    "limit-size": {errno.EFBIG},
+}
 _KEPT = ("persistent", "thread")  # launchers with one worker for all saves
 _LATE = 100_000_000  # nanoseconds by which a trainer may tell of an event behind its effect
 
@@ -155,6 +164,18 @@ class Excuses:
         if "hang-worker" in self._planned:
             allowed |= {"DEADLINE_EXCEEDED"} | ({"ABORTED"} if round_["launcher"] in _KEPT else set())
         return allowed | (of_ranks if self._planned else set())
+
+    def is_of_megatron(self, error: dict[str, Any], causes: set[str]) -> bool:
+        """Whether it is an error of Megatron's own, or of its caller's: of a file, or of an exchange with a rank that has gone.
+
+        A rank whose own call has failed closes its connections.
+        """
+        if self.round["door"] != schedule.MEGATRON:
+            return False
+        if error.get("type") in _OF_GROUPS:
+            return self.round["ranks"] > 1 and bool(causes & {*schedule.DEADLY, *_ERRNOS})
+        right = set().union(*(_ERRNOS.get(cause, set()) for cause in causes))
+        return bool(error.get("apart")) and error.get("errno") in right
 
     # ---- Other saves.
 

@@ -38,7 +38,6 @@ OF_ERRORS = excuses.OF_ERRORS
 _WITHOUT_ROOM = "could not take its descriptors, or map its memory"
 _OF_WORKER = "its worker"  # in the message of a save whose worker has ended
 _BYTES = re.compile(r"differs in (?!1 of)\d+ of")  # of `states.difference`: more than one
-_OF_GROUPS = ("RuntimeError", "DistBackendError", "DistNetworkError")
 _BESIDE_DATA = (_names.RECORD, _names.RECORD + _names.UNFINISHED, "ranks.board")  # the last two a crash may leave
 _OF_DCP = (_names.DCP_ANY_DATA, _names.DCP_MANIFEST, _names.DCP_RECORD, _names.DCP_METADATA)
 _NOT_RECOVERED = ("a save is running", "it cannot be removed")  # reasons to keep an entry that a recovery has to remove
@@ -233,7 +232,7 @@ class Judge:
                 continue  # what ended another rank's call: its trainer was told to exit
             if "limit-memory" in causes and (error.get("type") == "MemoryError" or "DefaultCPUAllocator" in error.get("message", "")):
                 continue  # Python's own, and PyTorch's
-            if self._is_of_group(error, causes):
+            if excuse.is_of_megatron(error, causes):
                 continue
             if not error["ours"]:
                 self.blame("v", f"{what} with what is no holdfast.Error: {said}")
@@ -248,11 +247,6 @@ class Judge:
                 self.blame("v", f"{what} with errno {error['errno']}, and not one of {sorted(excuse.errnos)}: {error}")
             elif not excuses.names_object(error, made.name):
                 self.blame("v", f"{what} with a message that names no object: {error['message']}")
-
-    def _is_of_group(self, error: dict[str, Any], causes: set[str]) -> bool:
-        """Whether it is the process group's, of an exchange of Megatron's with a rank that has ended."""
-        may_end = causes & set(schedule.DEADLY) and self.round["ranks"] > 1
-        return bool(self.round["door"] == schedule.MEGATRON and may_end and error.get("type") in _OF_GROUPS)
 
     def _look_for_outcomes(self, lines: list[dict[str, Any]]) -> None:
         """Every rank that reached its end has told how each of its saves ended."""

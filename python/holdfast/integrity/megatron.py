@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
+import traceback
 from collections.abc import Iterator
 from typing import Any
 
@@ -28,6 +29,21 @@ def why_not() -> str:
 
 def core() -> Any:
     return importlib.import_module("megatron.core.dist_checkpointing")
+
+
+_PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
+_CAMPAIGN = os.path.dirname(__file__) + os.sep
+_CORE = os.sep + os.path.join("megatron", "core") + os.sep
+
+
+def is_apart(stack: traceback.StackSummary) -> bool:
+    """Whether an error was raised apart from this package: in a function that Megatron-Core or the campaign itself calls."""
+    for file in (frame.filename for frame in reversed(stack)):
+        if file.startswith(_PACKAGE):
+            return file.startswith(_CAMPAIGN)
+        if _CORE in file:
+            return True
+    return False
 
 
 # ---- States, as Megatron describes those of its ranks.

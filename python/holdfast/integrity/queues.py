@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import errno
 import importlib
 import os
 import time
@@ -37,9 +38,7 @@ class Requests:
 
     def save(self, state: dict[str, Any], path: str) -> Scheduled:
         """Saves and schedules."""
-        os.makedirs(path, exist_ok=True)
-        if dist.get_world_size() > 1:
-            dist.barrier()  # as a training waits for the directory
+        _make_on_all_ranks(path)
         options = {"async_strategy": self._dialect} if self._dialect else {}
         request = megatron.core().save(state, path, self._strategy, async_sharded_save=True, **options)
         made = Scheduled(path, request)
@@ -79,6 +78,22 @@ class Requests:
             self._queue.close(abort=True)
         while self._pending:
             self._pending.popleft().end(failure)
+
+
+def _make_on_all_ranks(path: str) -> None:
+    """Makes a directory, as a training does before its save; it is there on all ranks, or all of them fail."""
+    errnos = [0] * dist.get_world_size()
+    failure: OSError | None = None
+    try:
+        os.makedirs(path, exist_ok=True)
+    except OSError as error:
+        failure, errnos[dist.get_rank()] = error, error.errno or errno.EIO
+    if len(errnos) > 1:
+        dist.all_gather_object(errnos, errnos[dist.get_rank()])
+    if failure is not None:
+        raise failure
+    if any(errnos):
+        raise OSError(max(errnos), "another rank could not make it", path)
 
 
 class Scheduled:

@@ -31,7 +31,7 @@ import holdfast
 import holdfast.dcp
 from holdfast import _devices, handle
 from holdfast._durable import sync_directory
-from holdfast.integrity import injection, memory_groups, readers, schedule, sealed_memory, states
+from holdfast.integrity import injection, megatron, memory_groups, readers, schedule, sealed_memory, states
 from holdfast.integrity.processes import children, held, join, left, limited, see, send
 from holdfast.integrity.slow_device import SlowDevice
 
@@ -291,11 +291,12 @@ class Trainer:
     def _tell_failure(self, event: str, number: int, error: BaseException, **values: Any) -> None:
         """An error of a DCP save is an exception of the framework with those of the ranks."""
         causes = getattr(error, "failures", None)
-        causes = {str(r): e[0] for r, e in causes.items()} if causes is not None else {"": error}
+        if causes is None:
+            causes = {"": (error, traceback.extract_tb(error.__traceback__))}
         self.tell(event, n=number, errors=[
-            {"rank": rank, "type": type(e).__name__, "ours": isinstance(e, holdfast.Error),
+            {"rank": str(rank), "type": type(e).__name__, "ours": isinstance(e, holdfast.Error), "apart": megatron.is_apart(stack),
              "code": getattr(e, "code", ""), "errno": getattr(e, "errno", 0), "message": str(e)[:600]}
-            for rank, e in causes.items()
+            for rank, (e, stack) in causes.items()
         ], **values)  # fmt: skip
 
     def _wait(self, _: dict[str, Any]) -> None:
