@@ -8,10 +8,11 @@
 # --parts  which share the time (default: all), one after the other:
 #
 #   rounds      integrity-fuzz through all doors
+#   megatron    through Megatron-Core, with build/venv-frameworks, which tools/venv.sh --frameworks makes (default: where it is there)
 #   program     through the C++ program alone, which is fastest
 #   steps       faults and kills at every step of scripts
 #   pairs       two of these at a time
-#   savers      the same rounds with other savers: PyTorch's, and Megatron-Core's where build/venv has it
+#   savers      the same rounds with other savers: PyTorch's, and Megatron-Core's where megatron can run
 #   power_cuts  of rounds on recorded disks
 #   bad_disks   rounds on disks that run out of room, and on those of device-mapper, where the kernel has it, that lose or refuse
 #               writes, misread, or are late
@@ -20,7 +21,7 @@
 #   fuzzers     of every parser
 #   coverage    by all tests, at most 2 hours beside HOURS; left out of campaigns below four hours that do not name it
 #
-# --events  kinds that the rounds of rounds and program draw (default: all); integrity-fuzz has their names.
+# --events  kinds that the rounds of rounds, megatron and program draw (default: all); integrity-fuzz has their names.
 # --engines  of these rounds (default: all); integrity-fuzz has their names, too.
 # --write  adds what was done to docs/campaigns.json, and writes the sums into docs/integrity.md.
 #
@@ -49,9 +50,11 @@ cd "$root"
 install_missing "${packages_build[@]}" "${packages_python[@]}" "${packages_test[@]}"
 
 # Shares of the time of all parts, in hundredths. Those without one end by themselves.
-declare -A shares=([rounds]=17 [program]=8 [steps]=11 [pairs]=2 [savers]=10 [power_cuts]=13 [bad_disks]=5 [tests]=21 [fuzzers]=13
+declare -A shares=([rounds]=17 [megatron]=5 [program]=8 [steps]=11 [pairs]=2 [savers]=10 [power_cuts]=13 [bad_disks]=5 [tests]=21 [fuzzers]=13
   [planted]=0 [coverage]=0)
-: "${parts:=rounds,program,steps,pairs,savers,power_cuts,bad_disks,planted,tests,fuzzers$([ "$seconds" -lt 14400 ] || echo ,coverage)}"
+with_megatron=build/venv-frameworks/bin/python # sees the package of build/venv
+[ -x "$with_megatron" ] || with_megatron=
+: "${parts:=rounds,${with_megatron:+megatron,}program,steps,pairs,savers,power_cuts,bad_disks,planted,tests,fuzzers$([ "$seconds" -lt 14400 ] || echo ,coverage)}"
 long_tests=(ring_faults dead_writes lifetime_stress worker_fault recovery_crash single_file_crash orphan_worker trainer_killed)
 all=0
 for name in ${parts//,/ }; do
@@ -106,29 +109,37 @@ if wanted fuzzers && ! build fuzz; then
   not_run fuzzers "the preset fuzz could not be built (see build.log)"
 fi
 
+if wanted megatron && [ -z "$with_megatron" ]; then
+  not_run megatron "build/venv-frameworks is missing: tools/venv.sh --frameworks makes it"
+fi
+
 bin=build/venv/bin
+fuzzer=("$bin/integrity-fuzz") fuzzer_with_megatron=("$bin/integrity-fuzz")
+[ -z "$with_megatron" ] || fuzzer_with_megatron=("$with_megatron" -B -m holdfast.integrity)
 cpus=$(nproc)
 at_once=$((cpus < 8 ? 4 * cpus : cpus + 24)) # rounds wait for most of their time
 # fuzz PART OPTION...: integrity-fuzz for the part's time.
 fuzz() {
-  local name=$1
+  local name=$1 program=("${fuzzer[@]}")
+  [ "$name" != megatron ] || program=("${fuzzer_with_megatron[@]}")
   shift
-  ! wanted "$name" || part "$name" "$(($(share "$name") + 900))" "$bin/integrity-fuzz" --jobs "$at_once" --time "$(share "$name")s" \
+  ! wanted "$name" || part "$name" "$(($(share "$name") + 900))" "${program[@]}" --jobs "$at_once" --time "$(share "$name")s" \
     --seed "$seed" --dir "$out" --report "$out/$name.json" "$@"
 }
 drawn=(${events:+--events "$events"} ${engines:+--engines "$engines"})
 fuzz rounds "${drawn[@]}"
+fuzz megatron "${drawn[@]}" --doors megatron
 # Its processes are small, and wait for most of their time.
 fuzz program "${drawn[@]}" --jobs $((at_once + 16)) --doors plan --ranks 1 --bytes 32 --tensors 1000
 fuzz steps --faults --kills
 fuzz pairs --faults --kills --pairs --per-script 20
 absent_savers=
 if wanted savers; then
-  savers=$("$bin/python" -B tools/campaign/savers.py 2>"$out/absent_savers.log") || savers=holdfast.dcp,dcp-thread,dcp-process
+  savers=$("${with_megatron:-$bin/python}" -B tools/campaign/savers.py 2>"$out/absent_savers.log") || savers=holdfast.dcp,dcp-thread,dcp-process
   absent_savers=$(<"$out/absent_savers.log")
   IFS=, read -ra each <<<"$savers"
   # The first one ends at its time; the others have as many rounds.
-  part savers "$(($(share savers) + 900))" "$bin/integrity-fuzz" --savers "$savers" \
+  part savers "$(($(share savers) + 900))" "${fuzzer_with_megatron[@]}" --savers "$savers" \
     --time "$(share savers ${#each[@]})s" --seed "$seed" --dir "$out"
 fi
 for name in power_cuts bad_disks; do
@@ -192,7 +203,7 @@ git diff --quiet HEAD -- . ':!docs' 2>/dev/null || version+=-dirty
   echo "## Rounds"
   echo
   echo '```'
-  for name in rounds program; do
+  for name in rounds megatron program; do
     grep -s -v '^[0-9]* rounds in [0-9]* s, ' "$out/$name.log" || true
   done
   echo '```'

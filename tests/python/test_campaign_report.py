@@ -317,6 +317,25 @@ def test_an_escape_beside_a_part_that_cannot_run(campaign: Path) -> None:
     assert "**Something was found: see the rows and their logs.** 3 of 4 parts" in text
 
 
+@pytest.mark.parametrize("is_there", [False, True])
+def test_rounds_of_megatron_need_its_environment(is_there: bool, campaign: Path) -> None:
+    said(campaign, "megatron", 0, "escapes: 0\n", {"rounds": 7, "escapes": 0, "counts": {}})
+    with_megatron = campaign / "build/venv-frameworks/bin/python"
+    if is_there:  # it runs the program, and the script that looks for savers
+        with_megatron.parent.mkdir(parents=True)
+        with_megatron.write_text(f'#!/bin/bash\nd={campaign}/build/venv/bin; case "$2" in -m) "$d/integrity-fuzz" "$@" ;; *) "$d/python" "$@" ;; esac\n')
+        with_megatron.chmod(0o755)
+    status, rows, text = run(campaign, "megatron,savers")
+    program = "build/venv-frameworks/bin/python -B -m holdfast.integrity" if is_there else "build/venv/bin/integrity-fuzz"
+    assert f"`{program} --savers " in text
+    if is_there:
+        assert (status, rows["megatron"]) == (0, "nothing found in 7 rounds")
+        assert f"`{program} --jobs " in text and " --doors megatron`" in text
+    else:
+        assert status == 2
+        assert rows["megatron"] == "could not run: build/venv-frameworks is missing: tools/venv.sh --frameworks makes it"
+
+
 def test_disks_need_root(campaign: Path) -> None:
     status, rows, text = run(campaign, "power_cuts,bad_disks,fuzzers")
     assert status == 0

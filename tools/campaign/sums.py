@@ -28,7 +28,7 @@ import verdict
 ROOT = Path(__file__).resolve().parents[2]
 SUMS, PAGE = ROOT / "docs/campaigns.json", ROOT / "docs/integrity.md"
 BEGIN, END = "<!-- campaigns: written by tools/campaign.sh --write -->", "<!-- campaigns: end -->"
-ROUNDS = {"rounds": "rounds of all doors", "program": "rounds of the C++ program"}
+ROUNDS = {"rounds": "rounds of all doors", "megatron": "rounds through Megatron-Core", "program": "rounds of the C++ program"}
 PARTS = (*verdict.OF_INTEGRITY_FUZZ, "planted", "coverage")  # also without a report, when they were killed
 STEPS = {"steps": "faults and kills at every step", "pairs": "two at a time"}
 DISKS = {"power_cuts": "power cuts", "bad_disks": "bad disks"}

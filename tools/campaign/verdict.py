@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 # States. What is left out lacks root.
 FOUND, NOTHING, NOT_RUN, LEFT_OUT = "found", "nothing found", "not run", "left out"
-OF_INTEGRITY_FUZZ = ("rounds", "program", "steps", "pairs", "savers", "power_cuts", "bad_disks")
+OF_INTEGRITY_FUZZ = ("rounds", "megatron", "program", "steps", "pairs", "savers", "power_cuts", "bad_disks")
 ESCAPED, TROUBLE, INTERRUPTED = 1, 2, 130  # of integrity-fuzz
 BY_TIME, NOT_STARTED, KILLED = 124, (125, 126, 127), 137  # of timeout
 
