@@ -3,6 +3,8 @@
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 export DEBIAN_FRONTEND=noninteractive
+# The compiler's cache then knows a file of build/release again in the build of the Python package.
+export CCACHE_BASEDIR=${CCACHE_BASEDIR:-$root}
 
 # Debian 12 packages, by what they are for.
 packages_build=(cmake g++ libabsl-dev libcli11-dev libisal-dev liburing-dev libxxhash-dev ninja-build
