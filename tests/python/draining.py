@@ -25,7 +25,7 @@ PLAIN = Drain()
 
 def save(run: Path, *steps: int, elements: int = ELEMENTS, **options: Any) -> None:
     """Saves checkpoints of random values with their step."""
-    with holdfast.Checkpointer(run, arena_bytes=64 * MIB, **options) as checkpointer:
+    with holdfast.Checkpointer(run, arena_bytes=16 * MIB, **options) as checkpointer:
         for step in steps:
             state = {"w": torch.randn(elements), "step": torch.tensor(step)}
             checkpointer.save(state, step)

@@ -33,7 +33,7 @@ STATE = 32 * MIB
 # For each line of the test: gives the save under way up, and begins one with this launcher and so many ranks.
 _TRAINER = f"""
 import json, os, sys, torch, holdfast
-holdfast.configure(bytes_per_second_max=1 * {MIB})
+holdfast.configure(bytes_per_second_max=1 * {MIB}, arena_bytes=3 * {STATE})
 holdfast.save_async({{"w": torch.ones(9)}}, "run/step-1", step=1).wait(60)
 try:
     holdfast.save_async({{"w": torch.ones(9)}}, "run/step-1", step=2)
@@ -401,7 +401,7 @@ def test_memory_of_a_dead_worker_is_quarantined(tmp_path: Path) -> None:
     """Its socket is held open here, as a transfer in flight would."""
     program = f"""
 import os, sys, torch, holdfast
-holdfast.configure(bytes_per_second_max={MIB})
+holdfast.configure(bytes_per_second_max={MIB}, arena_bytes=64 * {MIB})
 save = holdfast.save_async({{"w": torch.ones({STATE // 4})}}, "step-1")
 print("begun", flush=True)
 save.durable.exception()

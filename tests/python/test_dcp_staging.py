@@ -37,7 +37,8 @@ def settle() -> int:
 
 
 @pytest.fixture(autouse=True)
-def _nothing_held() -> Any:
+def _nothing_held(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setenv("HOLDFAST_ARENA_BYTES", str(64 * MIB))  # several states
     yield
     assert settle() == 0
     staging.trim()

@@ -55,7 +55,7 @@ def unreadable_file(at: Path) -> str:
 def test_a_place_that_cannot_be_looked_at_is_not_empty(how: Callable[[Path], str], tmp_path: Path) -> None:
     said = how(tmp_path / "mnt")
     far = tmp_path / "mnt" / "far"
-    with holdfast.Checkpointer(tmp_path / "run", arena_bytes=64 * MIB, drain_to=far) as checkpointer:
+    with holdfast.Checkpointer(tmp_path / "run", arena_bytes=16 * MIB, drain_to=far) as checkpointer:
         for asked in (checkpointer.newest, checkpointer.list, lambda: checkpointer.load(1, into={})):
             with pytest.raises(Error, match=said):  # a run must not begin anew
                 asked()
@@ -88,7 +88,7 @@ def test_a_directory_that_was_never_there_is_empty(tmp_path: Path) -> None:
 
 @contextlib.contextmanager
 def draining(run: Path, far: Path, keep_last: int = 1) -> Iterator[holdfast.Checkpointer]:
-    with holdfast.Checkpointer(run, arena_bytes=64 * MIB, keep_last=keep_last, drain_to=far, drain=Drain(give_up=1.0)) as checkpointer:
+    with holdfast.Checkpointer(run, arena_bytes=16 * MIB, keep_last=keep_last, drain_to=far, drain=Drain(give_up=1.0)) as checkpointer:
         yield checkpointer
 
 
@@ -288,7 +288,7 @@ def test_a_first_place_that_goes_away_has_not_arrived(what: str, tmp_path: Path)
         mount.enter_context(bound(disk, tmp_path / "mnt"))
         # A directory that was removed or renamed is not waited for.
         options = Drain(give_up=1.0 if what == "unmounted" else 600.0, bytes_per_second=8 * MIB)
-        with holdfast.Checkpointer(run, arena_bytes=64 * MIB, drain_to=far, drain=options) as checkpointer:
+        with holdfast.Checkpointer(run, arena_bytes=16 * MIB, drain_to=far, drain=options) as checkpointer:
             for step in (1, 2):
                 checkpointer.save({"w": torch.randn(2 * MIB)}, step)
             said = "the file system that was mounted at .*mnt is no longer mounted"
@@ -310,7 +310,7 @@ def test_a_first_place_that_goes_away_has_not_arrived(what: str, tmp_path: Path)
 
 
 def test_a_first_place_that_was_removed_ends_no_job_late(tmp_path: Path) -> None:
-    checkpointer = holdfast.Checkpointer(tmp_path / "run", arena_bytes=64 * MIB, drain_to=tmp_path / "far")
+    checkpointer = holdfast.Checkpointer(tmp_path / "run", arena_bytes=16 * MIB, drain_to=tmp_path / "far")
     checkpointer.save({"w": torch.zeros(10)}, 1)
     checkpointer.wait_drained(60)
     process = checkpointer._draining._process

@@ -28,7 +28,7 @@ formats = pytest.mark.parametrize("format", ["holdfast", "dcp"])
 
 def test_a_process_that_answers_nothing_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trainer, "_MARGIN", 0.5)
-    checkpointer = holdfast.Checkpointer(tmp_path / "run", arena_bytes=64 * MIB, drain_to=tmp_path / "far", drain=Drain(give_up=0.5))
+    checkpointer = holdfast.Checkpointer(tmp_path / "run", arena_bytes=16 * MIB, drain_to=tmp_path / "far", drain=Drain(give_up=0.5))
     checkpointer.save({"w": torch.ones(10)}, 1)
     checkpointer._draining._give_up = 60.0  # its start may take long
     checkpointer.wait_drained(60)
@@ -50,12 +50,12 @@ def test_a_process_that_answers_nothing_is_given_up(tmp_path: Path, monkeypatch:
 def test_a_slow_drain_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trainer, "_MARGIN", 2.5)
     options = Drain(give_up=0.0, bytes_per_second=MIB)
-    with holdfast.Checkpointer(tmp_path / "run", arena_bytes=64 * MIB, drain_to=tmp_path / "far", drain=options) as checkpointer:
+    with holdfast.Checkpointer(tmp_path / "run", arena_bytes=16 * MIB, drain_to=tmp_path / "far", drain=options) as checkpointer:
         checkpointer.save({"w": torch.ones(MIB)}, 1)  # what follows the first 4 MiB waits for 4 s
 
 
 def test_a_checkpointer_that_is_dropped_leaves_no_process(tmp_path: Path) -> None:
-    checkpointer = holdfast.Checkpointer(tmp_path / "run", arena_bytes=64 * MIB, drain_to=tmp_path / "far")
+    checkpointer = holdfast.Checkpointer(tmp_path / "run", arena_bytes=16 * MIB, drain_to=tmp_path / "far")
     checkpointer.save({"w": torch.ones(10)}, 1)
     process, lock = checkpointer._draining._process, checkpointer._draining.lock
     with ThreadPoolExecutor(1) as another:
@@ -87,7 +87,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_a_checkpointer_that_is_closed_and_dropped_starts_no_process(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with holdfast.Checkpointer(tmp_path / "run", arena_bytes=64 * MIB, drain_to=tmp_path / "far") as checkpointer:
+    with holdfast.Checkpointer(tmp_path / "run", arena_bytes=16 * MIB, drain_to=tmp_path / "far") as checkpointer:
         checkpointer.save({"w": torch.ones(10)}, 1)
         checkpointer.wait_drained(60)
         draining = checkpointer._draining
@@ -103,7 +103,7 @@ def test_a_checkpointer_that_is_closed_and_dropped_starts_no_process(tmp_path: P
 
 def test_a_forked_process_that_holds_the_pipe_stops_no_drain(tmp_path: Path) -> None:
     steps = list(range(20))  # whose events fill the pipe
-    with holdfast.Checkpointer(tmp_path / "run", arena_bytes=64 * MIB) as checkpointer:
+    with holdfast.Checkpointer(tmp_path / "run", arena_bytes=16 * MIB) as checkpointer:
         for step in steps:
             checkpointer.save({"w": torch.ones(10)}, step)
     done = subprocess.run([sys.executable, "-c", _FORKING_TRAINER, str(tmp_path / "run"), str(tmp_path / "far")],
@@ -124,7 +124,7 @@ def test_a_forked_process_that_holds_the_pipe_stops_no_drain(tmp_path: Path) -> 
 def test_a_reader_removes_nothing(format: str, tmp_path: Path) -> None:
     """Its options are not those of the job that saves."""
     run, far = tmp_path / "run", open_place(str(tmp_path / "far"))
-    with holdfast.Checkpointer(run, arena_bytes=64 * MIB, format=format, drain_to=far.url, drain=Drain(keep_last=0)) as training:
+    with holdfast.Checkpointer(run, arena_bytes=16 * MIB, format=format, drain_to=far.url, drain=Drain(keep_last=0)) as training:
         for step in (1, 2, 3):
             training.save({"w": torch.full((10,), float(step))}, step)
     for directory in (run, tmp_path / "another"):
@@ -181,7 +181,7 @@ def _open_files(pid: int) -> list[str]:
 
 
 def test_a_process_that_is_terminated_while_it_starts_goes_on(tmp_path: Path) -> None:
-    with holdfast.Checkpointer(tmp_path / "run", arena_bytes=64 * MIB, drain_to=tmp_path / "far") as checkpointer:
+    with holdfast.Checkpointer(tmp_path / "run", arena_bytes=16 * MIB, drain_to=tmp_path / "far") as checkpointer:
         draining = checkpointer._draining
         draining.start()
         process = draining._process

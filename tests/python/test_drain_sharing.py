@@ -99,7 +99,7 @@ def test_a_copy_under_another_name_is_a_checkpoint_of_its_own(kind: str, format:
 
 def test_a_rollback_is_mirrored(tmp_path: Path, bucket: tuple[str, dict[str, str]]) -> None:
     source, far = open_place(str(tmp_path / "run")), open_place(*bucket)
-    with holdfast.Checkpointer(tmp_path / "run", arena_bytes=64 * MIB) as checkpointer:
+    with holdfast.Checkpointer(tmp_path / "run", arena_bytes=16 * MIB) as checkpointer:
         state = {"w": torch.zeros(10)}
         for step in (10, 20, 30):
             checkpointer.save(state, step)

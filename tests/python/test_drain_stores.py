@@ -71,12 +71,12 @@ def test_a_load_from_webdav(webdav: Any, tmp_path: Path) -> None:
     webdav.authorization = "Basic dXNlcjpwYXNzd29yZA=="
     storage = {"client_options": {"default_headers": {"authorization": webdav.authorization}}}
     values = {"w": torch.arange(float(2 * MIB)), "b": torch.arange(7)}
-    with holdfast.Checkpointer(tmp_path / "run", arena_bytes=64 * MIB, drain_to=url, drain=Drain(storage=storage)) as checkpointer:
+    with holdfast.Checkpointer(tmp_path / "run", arena_bytes=16 * MIB, drain_to=url, drain=Drain(storage=storage)) as checkpointer:
         assert checkpointer.newest() is None
         checkpointer.save(values, 1)
         checkpointer.wait_drained(60)
     shutil.rmtree(tmp_path / "run")
-    with holdfast.Checkpointer(tmp_path / "run", arena_bytes=64 * MIB, drain_to=url, drain=Drain(storage=storage)) as checkpointer:
+    with holdfast.Checkpointer(tmp_path / "run", arena_bytes=16 * MIB, drain_to=url, drain=Drain(storage=storage)) as checkpointer:
         into = {"w": torch.zeros(2 * MIB), "b": torch.zeros(7, dtype=torch.int64)}
         assert checkpointer.newest()["step"] == 1
         checkpointer.load(into=into)

@@ -38,7 +38,7 @@ formats = pytest.mark.parametrize("format", ["holdfast", "dcp"])
 @contextlib.contextmanager
 def opened(run: Path, url: str, storage: dict[str, str], keep_last: int = 1, format: str = "holdfast", **of_drain: Any):
     options = Drain(storage=storage, **{"give_up": 60.0, **of_drain})
-    with holdfast.Checkpointer(run, arena_bytes=64 * MIB, keep_last=keep_last, format=format, drain_to=url, drain=options) as c:
+    with holdfast.Checkpointer(run, arena_bytes=16 * MIB, keep_last=keep_last, format=format, drain_to=url, drain=options) as c:
         yield c
 
 
@@ -91,10 +91,10 @@ def test_a_name_that_begins_with_a_point_holds_nothing_up(format: str, tmp_path:
 
 @formats
 def test_a_node_whose_clock_is_late_goes_on_where_the_other_ended(format: str, tmp_path: Path) -> None:
-    with holdfast.Checkpointer(tmp_path / "run", arena_bytes=64 * MIB, format=format) as checkpointer:
+    with holdfast.Checkpointer(tmp_path / "run", arena_bytes=16 * MIB, format=format) as checkpointer:
         _lineage.seen(checkpointer.directory, time.time() + 3600)  # as a clock that is an hour ahead
         checkpointer.save(state(1), 1)
-    with holdfast.Checkpointer(tmp_path / "new", arena_bytes=64 * MIB, format=format, drain_to=tmp_path / "run",
+    with holdfast.Checkpointer(tmp_path / "new", arena_bytes=16 * MIB, format=format, drain_to=tmp_path / "run",
                                drain=Drain(keep_last=1)) as checkpointer:  # fmt: skip
         into = state(0)
         checkpointer.load(into=into)
@@ -106,11 +106,11 @@ def test_a_node_whose_clock_is_late_goes_on_where_the_other_ended(format: str, t
 
 def test_a_run_that_begins_with_a_late_clock_arrives(tmp_path: Path) -> None:
     """Nothing has looked at the second place before the first save: its checkpoints are of a clock that was an hour ahead."""
-    with holdfast.Checkpointer(tmp_path / "far", arena_bytes=64 * MIB) as checkpointer:
+    with holdfast.Checkpointer(tmp_path / "far", arena_bytes=16 * MIB) as checkpointer:
         _lineage.seen(checkpointer.directory, time.time() + 3600)
         for step in (1, 2, 3):
             checkpointer.save(state(step), step)
-    with holdfast.Checkpointer(tmp_path / "new", arena_bytes=64 * MIB, keep_last=1, drain_to=tmp_path / "far",
+    with holdfast.Checkpointer(tmp_path / "new", arena_bytes=16 * MIB, keep_last=1, drain_to=tmp_path / "far",
                                drain=Drain(keep_last=3)) as checkpointer:  # fmt: skip
         for step in (11, 12, 13):
             checkpointer.save(state(step), step)
@@ -124,7 +124,7 @@ def test_a_run_that_begins_with_a_late_clock_arrives(tmp_path: Path) -> None:
 
 @formats
 def test_a_load_lists_each_place_once(format: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with holdfast.Checkpointer(tmp_path / "run", arena_bytes=64 * MIB, format=format) as checkpointer:
+    with holdfast.Checkpointer(tmp_path / "run", arena_bytes=16 * MIB, format=format) as checkpointer:
         checkpointer.save(state(1), 1)
     listed: list[str] = []
     complete = file_system.Directory.complete
@@ -134,7 +134,7 @@ def test_a_load_lists_each_place_once(format: str, tmp_path: Path, monkeypatch: 
         return complete(self, *of)
 
     monkeypatch.setattr(file_system.Directory, "complete", counted)
-    with holdfast.Checkpointer(tmp_path / "new", arena_bytes=64 * MIB, format=format, drain_to=tmp_path / "run") as checkpointer:
+    with holdfast.Checkpointer(tmp_path / "new", arena_bytes=16 * MIB, format=format, drain_to=tmp_path / "run") as checkpointer:
         into = state(0)
         checkpointer.load(into=into)
         assert listed.count(str(tmp_path / "run")) == 1 and into["w"][0] == 1
@@ -210,7 +210,7 @@ def test_the_process_is_killed_and_comes_back(tmp_path: Path, server: s3_server.
         checkpointer.wait_drained(60)
         far = open_place(url, server.storage())
         assert [c.name for c in far.complete()[0]] == ["step-1", "step-2", "step-3"]
-        with holdfast.Checkpointer(tmp_path / "run", arena_bytes=64 * MIB) as other:
+        with holdfast.Checkpointer(tmp_path / "run", arena_bytes=16 * MIB) as other:
             other.save({"w": torch.zeros(10)}, 4)
         checkpointer._draining.ring()
     assert [c.name for c in far.complete()[0]] == ["step-1", "step-2", "step-3", "step-4"]
@@ -228,7 +228,7 @@ def test_what_a_trainer_before_has_left_arrives_without_a_save(format: str, tmp_
         process = checkpointer._draining._process
     process.wait(60)  # until then it sends the next checkpoint
     for step in (1, 2):
-        with holdfast.Checkpointer(run, arena_bytes=64 * MIB, format=format) as checkpointer:
+        with holdfast.Checkpointer(run, arena_bytes=16 * MIB, format=format) as checkpointer:
             checkpointer.save(state(step), step)
         with opened(run, str(tmp_path / "far"), {}, keep_last=5, format=format) as checkpointer:
             if step == 1:
@@ -240,7 +240,7 @@ def test_what_a_trainer_before_has_left_arrives_without_a_save(format: str, tmp_
 
 
 def test_the_end_of_a_reader_waits_for_no_other_process(tmp_path: Path) -> None:
-    with holdfast.Checkpointer(tmp_path / "run", arena_bytes=64 * MIB) as checkpointer:
+    with holdfast.Checkpointer(tmp_path / "run", arena_bytes=16 * MIB) as checkpointer:
         checkpointer.save(state(1), 1)
     with alone(str(tmp_path / "run"), str(tmp_path / "far"), lambda: False):  # as the drain of a training
         with opened(tmp_path / "run", str(tmp_path / "far"), {}) as checkpointer:
@@ -252,7 +252,7 @@ def test_the_end_of_a_reader_waits_for_no_other_process(tmp_path: Path) -> None:
 
 
 def test_another_rank_waits_for_no_drain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    with holdfast.Checkpointer(tmp_path / "run", arena_bytes=64 * MIB) as checkpointer:
+    with holdfast.Checkpointer(tmp_path / "run", arena_bytes=16 * MIB) as checkpointer:
         checkpointer.save(state(1), 1)
     monkeypatch.setenv("RANK", "1")
     with opened(tmp_path / "run", str(tmp_path / "far"), {}) as checkpointer:
@@ -319,7 +319,7 @@ def test_of_two_saves_of_a_name_the_later_one_is_loaded(tmp_path: Path) -> None:
 
 def test_a_fetch_replaces_no_save_that_has_not_arrived(tmp_path: Path) -> None:
     far = str(tmp_path / "far")
-    with holdfast.Checkpointer(tmp_path / "a", arena_bytes=64 * MIB, format="dcp") as checkpointer:
+    with holdfast.Checkpointer(tmp_path / "a", arena_bytes=16 * MIB, format="dcp") as checkpointer:
         checkpointer.save(state(1), 5)
     (before,) = holdfast.list_checkpoints(tmp_path / "a", format="dcp")
     with opened(tmp_path / "b", far, {}, format="dcp") as checkpointer:
@@ -348,7 +348,7 @@ def test_a_fetch_leaves_what_a_killed_save_has_left(tmp_path: Path) -> None:
     with opened(tmp_path / "a", far, {}, keep_last=0, format="dcp") as checkpointer:
         for step in (1, 2):
             checkpointer.save(state(step), step)
-    with holdfast.Checkpointer(tmp_path / "a", arena_bytes=64 * MIB, format="dcp") as checkpointer:
+    with holdfast.Checkpointer(tmp_path / "a", arena_bytes=16 * MIB, format="dcp") as checkpointer:
         checkpointer.load(1, into=state(0))
         checkpointer.save(state(9), 2, replace=True)
     for name in (".metadata", *(n for n in os.listdir(tmp_path / "a/step-2") if "commit" in n)):
@@ -386,7 +386,7 @@ _TRAINER = """
 import os, signal, sys, torch, holdfast
 run, url, endpoint = sys.argv[1:]
 storage = {"endpoint": endpoint, "access_key_id": "key", "secret_access_key": "secret", "region": "us-east-1"}
-c = holdfast.Checkpointer(run, arena_bytes=64 << 20, drain_to=url, drain=holdfast.Drain(storage=storage))
+c = holdfast.Checkpointer(run, arena_bytes=16 << 20, drain_to=url, drain=holdfast.Drain(storage=storage))
 for step in (1, 2):
     c.save({"w": torch.full((1 << 20,), float(step))}, step)
 print(c._draining._process.pid, flush=True)
@@ -431,7 +431,7 @@ def test_a_fork_of_the_trainer_leaves_the_process_alone(tmp_path: Path, server: 
 
 
 def test_a_directory_as_the_second_place(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with holdfast.Checkpointer(tmp_path / "run", arena_bytes=64 * MIB, keep_last=1, drain_to=tmp_path / "far") as checkpointer:
+    with holdfast.Checkpointer(tmp_path / "run", arena_bytes=16 * MIB, keep_last=1, drain_to=tmp_path / "far") as checkpointer:
         assert "both are on one file system" in caplog.text  # as where a mount is missing
         for step in (1, 2):
             checkpointer.save(state(step), step)
@@ -440,7 +440,7 @@ def test_a_directory_as_the_second_place(tmp_path: Path, caplog: pytest.LogCaptu
             time.sleep(0.02)  # nobody asks whether all has arrived
         assert (checkpointer.drain_report["arrived"], checkpointer.drain_report["pending"]) == (2, 0)
     shutil.rmtree(tmp_path / "run")
-    with holdfast.Checkpointer(tmp_path / "run", arena_bytes=64 * MIB, drain_to=tmp_path / "far") as checkpointer:
+    with holdfast.Checkpointer(tmp_path / "run", arena_bytes=16 * MIB, drain_to=tmp_path / "far") as checkpointer:
         into = state(0)
         checkpointer.load(into=into)
         assert into["w"][0] == 2 and [c["step"] for c in checkpointer.list()] == [1, 2]
@@ -452,11 +452,11 @@ def test_a_directory_as_the_second_place(tmp_path: Path, caplog: pytest.LogCaptu
 def test_what_is_given_up_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trainer, "drains", weakref.WeakSet())  # those of earlier tests count until they are collected
     registry = pytest.importorskip("prometheus_client").CollectorRegistry()
-    with holdfast.Checkpointer(tmp_path / "run", arena_bytes=64 * MIB) as checkpointer:
+    with holdfast.Checkpointer(tmp_path / "run", arena_bytes=16 * MIB) as checkpointer:
         checkpointer.save(state(1), 1)
     (data,) = (tmp_path / "run/step-1").glob("model-*")
     data.write_bytes(data.read_bytes()[:-1] + b"?")
-    with holdfast.Checkpointer(tmp_path / "run", arena_bytes=64 * MIB, drain_to=tmp_path / "far") as checkpointer, observe.prometheus(registry):
+    with holdfast.Checkpointer(tmp_path / "run", arena_bytes=16 * MIB, drain_to=tmp_path / "far") as checkpointer, observe.prometheus(registry):
         checkpointer.save(state(2), 2)
         with pytest.raises(Error, match="another digest"):
             checkpointer.wait_drained(60)
@@ -519,7 +519,7 @@ def test_places_that_differ_behind_a_hash_stay_apart(tmp_path: Path, server: s3_
 
 
 def test_secrets_come_from_a_file(tmp_path: Path, server: s3_server.Server, url: str) -> None:
-    with holdfast.Checkpointer(tmp_path / "run", arena_bytes=64 * MIB) as checkpointer:
+    with holdfast.Checkpointer(tmp_path / "run", arena_bytes=16 * MIB) as checkpointer:
         checkpointer.save({"w": torch.zeros(10)}, 1)
     given = tmp_path / "storage"
     given.write_text("# of the bucket\n\n" + "".join(f"{key} = {value}\n" for key, value in server.storage().items()))

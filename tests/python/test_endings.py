@@ -368,7 +368,7 @@ raw = []
 for free in range(int(sys.argv[2]), int(sys.argv[3])):
     for way in ways:
         holdfast.flush(60)
-        holdfast.configure(arena_bytes=64 << 20)  # lets go of the directories that are held open
+        holdfast.configure(arena_bytes=16 << 20)  # lets go of the directories that are held open
         gc.collect()
         staging.trim()
         taken = []

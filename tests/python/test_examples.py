@@ -24,7 +24,7 @@ EXAMPLES = Path(__file__).parents[2] / "python" / "examples"
 LIMIT = 120.0
 
 
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "HOLDFAST_ARENA_BYTES": str(64 << 20)}
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "HOLDFAST_ARENA_BYTES": str(16 << 20)}
 
 
 def command(example: str, directory: Path, steps: int, every: int) -> list[str]:

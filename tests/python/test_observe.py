@@ -46,7 +46,7 @@ def failing_save(directory: Path) -> holdfast.Error:
 @pytest.fixture(autouse=True, scope="module")
 def _memory() -> Any:
     """Staging memory is there before any limit of file sizes: it is a file, too."""
-    holdfast.configure(arena_bytes=64 * MIB)
+    holdfast.configure(arena_bytes=16 * MIB)
     with tempfile.TemporaryDirectory() as directory:
         save(Path(directory) / "a").wait(60)
     yield
@@ -569,7 +569,7 @@ def test_what_cannot_be_drawn_is_one_line(lines: bytes, picture: str, said: str,
 def test_parts_of_a_drawn_save_follow_each_other(tmp_path: Path) -> None:
     from holdfast.observe.picture import _ends
 
-    holdfast.configure(arena_bytes=64 * MIB)  # made anew: the first call then takes the longest
+    holdfast.configure(arena_bytes=16 * MIB)  # made anew: the first call then takes the longest
     report = save(tmp_path / "a", 1, MIB).wait(60)
     blocked, staged, durable = _ends(report)
     assert 0 < report["time_blocked"] == blocked <= staged <= durable

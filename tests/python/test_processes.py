@@ -50,7 +50,7 @@ def test_a_failure_that_nobody_saw_shows_in_the_exit_status(
 ) -> None:
     done = run(
         "import resource\n"
-        "holdfast.configure(arena_bytes=64 * MIB, launcher='thread', bytes_per_second_max=8 * MIB)\n"
+        "holdfast.configure(arena_bytes=16 * MIB, launcher='thread', bytes_per_second_max=8 * MIB)\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
         "save = holdfast.save_async({'t': torch.ones(3 * MIB)}, sys.argv[1] + '/s')\n"
         # Behind the call, which would raise the error: of three chunks the second waits for the rate.
