@@ -135,9 +135,10 @@ bool ReadAll(Reader* reader) {
 bool ReadBackFiles(JobRun* run) {
   HOLDFAST_ASSERT(!run->staging_released && run->write.proven == run->job->extent_count);
   SetPhase(run, layout::Phase::kReadingBack);
-  // Anonymous and private: counted as this worker's own, and unmapped below.
+  // Anonymous and private: counted as this worker's own, and unmapped below. A small file touches a
+  // part of it.
   void* const memory = sys::Sys().mmap(nullptr, kBufferBytes, PROT_READ | PROT_WRITE,
-                                       MAP_PRIVATE | MAP_ANONYMOUS | MAP_POPULATE, -1, 0);
+                                       MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (memory == MAP_FAILED) return FailErrno(run, Operation::kMapBuffer, errno);
   // A worker may be a thread of the host: a child that is forked during a read would make the
   // pages copy-on-write, and the kernel could then write to the child's (open(2), NOTES).

@@ -110,19 +110,18 @@ struct FaultTest : ::testing::Test {
   Trainer trainer{kArena};
 };
 
-bool g_fails_populated = false;
+constexpr size_t kReadBackBytes = 4 * size_t{kChunkBytes};
+size_t g_refused_bytes = 0;
 void* NoAnonymousMemory(void* at, size_t bytes, int protection, int flags, int fd, off_t offset) {
-  // The read-back buffer alone is populated; a small job's own memory is one block.
-  const bool populated = (flags & MAP_POPULATE) != 0;
-  const bool fails = g_fails_populated ? populated : bytes == kIoAlignment;
-  if ((flags & MAP_ANONYMOUS) == 0 || !fails)
+  if ((flags & MAP_ANONYMOUS) == 0 || bytes != g_refused_bytes)
     return sys::kKernel.mmap(at, bytes, protection, flags, fd, offset);
   errno = ENOMEM;
   return MAP_FAILED;
 }
 
 TEST_F(FaultTest, NoMemoryIsReportedForTheWorkersMemoryOrTheReadBackBuffer) {
-  for (const bool populated : {false, true}) {
+  // A small job's own memory is one block.
+  for (const size_t bytes : {size_t{kIoAlignment}, kReadBackBytes}) {
     TestDirectory directory;
     TestSave save(&trainer, directory.path());
     save.parameters.engine = EngineRung::kPwrite;
@@ -130,7 +129,7 @@ TEST_F(FaultTest, NoMemoryIsReportedForTheWorkersMemoryOrTheReadBackBuffer) {
     save.AddFile("model.bin", {1000});
     save.Build();
     save.SealAll();
-    g_fails_populated = populated;
+    g_refused_bytes = bytes;
     sys::g_system.mmap = NoAnonymousMemory;
     TestWorker worker(Launcher::kThread, trainer);
     save.StartOn(&worker);
@@ -138,8 +137,9 @@ TEST_F(FaultTest, NoMemoryIsReportedForTheWorkersMemoryOrTheReadBackBuffer) {
     worker.Join();
     sys::g_system = sys::kKernel;
     EXPECT_EQ(base::ToStatus(save.failure(), {.checkpoint = "/run/step-1"}).message(),
-              populated ? "map the read-back buffer for /run/step-1: Cannot allocate memory"
-                        : "map the worker's memory for /run/step-1: Cannot allocate memory");
+              bytes == kReadBackBytes
+                  ? "map the read-back buffer for /run/step-1: Cannot allocate memory"
+                  : "map the worker's memory for /run/step-1: Cannot allocate memory");
   }
 }
 
