@@ -177,14 +177,16 @@ for pass in "${passes[@]}"; do
     *asan)
       only=(-LE 'tidy|perf|planted|program|fork')
       filter=$each
+      # A kill or a power cut at every call is the same code again and again.
+      [ "$filter" = '*' ] || filter+=':*/Commits.*:Recoveries.*'
       ;;
     *tsan)
       only=(-LE 'tidy|perf|planted|program|fork|fault|pure')
       filter=$each
       # What breaks at every call in turn, what replays crashes, and a walk over names is one thread's work. Workers that are
       # processes have the same threads with each launcher.
-      [ "$filter" = '*' ] || filter+=':*/Fork:*/ForkFixed:*/Persistent:*/PersistentFixed:*FileSystem*:FaultTest.Any*:*/Commits.*'
-      [ "$filter" = '*' ] || filter+=':Recoveries.*:Replaced.*:ZipArchiveWalk.*'
+      [ "$filter" = '*' ] || filter+=':*/Fork:*/ForkFixed:*/Persistent:*/PersistentFixed:*FileSystem*:FaultTest.Any*'
+      [ "$filter" = '*' ] || filter+=':*/Commits.*:Recoveries.*:Replaced.*:ZipArchiveWalk.*'
       ;;
     *) [ -z "$has_asan" ] || only=(-LE 'room|fuzz') ;;
   esac
