@@ -4,8 +4,8 @@
 #   tools/test.sh           python: the package, with PyTorch; frameworks: the package with Megatron-Core, Lightning,
 #                           nvidia-resiliency-ext and torchtitan; release: the C++ tests (g++) without those of single rooms;
 #                           then asan+ubsan and tsan: the tests of the runtime that can run under them (below, and
-#                           tests/README.md), by clang 14, which compiles them in half of g++'s time. 30 to 40 minutes on two
-#                           cores.
+#                           tests/README.md), by clang 14, which compiles them in half of g++'s time. About half an hour on
+#                           two cores.
 #   tools/test.sh --full    {g++, clang 14} x {none, asan+ubsan, tsan}, the fuzzers for a moment, and the long runs
 #                           (HOLDFAST_LONG=1). Hours.
 #   tools/test.sh --retry   tests that fail run a second time, one at a time. Those that pass then are listed as unstable and do not
