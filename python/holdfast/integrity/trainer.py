@@ -83,6 +83,7 @@ class Trainer:
         self._memory = sealed_memory.SealedMemory(self.tell, is_watched)
         self._device: SlowDevice | None = None
         self._moves = 0
+        self._starting = threading.Lock()  # while this process has a child of its own that is no worker
         self._rate = 0
         self.over: set[int] = set()  # numbers of the saves that have ended
         self.exiting = False  # it ends in the middle of its script
@@ -262,9 +263,7 @@ class Trainer:
         if self.is_dcp:
             return holdfast.dcp.async_save(state, checkpoint_id=path)
         if self.format == "file":
-            return holdfast.save_file(
-                state, path, step=action["step"], replace=round_["replace"], when_full=round_["when_full"]
-            )
+            return holdfast.save_file(state, path, step=action["step"], replace=round_["replace"], when_full=round_["when_full"])
         return holdfast.save_async(
             state, path, step=action["step"], replace=round_["replace"], when_full=round_["when_full"],
             keep_last=round_["keep_last"],
@@ -290,9 +289,7 @@ class Trainer:
 
     def _tell_failure(self, event: str, number: int, error: BaseException, **values: Any) -> None:
         """An error of a DCP save is an exception of the framework with those of the ranks."""
-        causes = getattr(error, "failures", None)
-        if causes is None:
-            causes = {"": (error, traceback.extract_tb(error.__traceback__))}
+        causes = getattr(error, "failures", None) or {"": (error, traceback.extract_tb(error.__traceback__))}
         self.tell(event, n=number, errors=[
             {"rank": str(rank), "type": type(e).__name__, "ours": isinstance(e, holdfast.Error), "apart": megatron.is_apart(stack),
              "code": getattr(e, "code", ""), "errno": getattr(e, "errno", 0), "message": str(e)[:600]}
@@ -432,10 +429,10 @@ class Trainer:
 
     def worker(self, older: dict[int, int] | None) -> int | None:
         """The worker process: the youngest child, one that was there before where it is kept."""
-        now = children()
-        mine = {p: t for p, t in now.items() if p not in (older or {})} or (
-            now if self.round["launcher"] == "persistent" else {}
-        )
+        with self._starting:
+            now = children()
+        kept = now if self.round["launcher"] == "persistent" else {}
+        mine = {p: t for p, t in now.items() if p not in (older or {})} or kept
         return max(mine, key=lambda p: mine[p]) if mine else None
 
     def _strike(self, number: int, event: dict[str, Any], phase: str, save: Any, older: Any) -> None:
@@ -474,7 +471,8 @@ class Trainer:
             if kind == "cancel":
                 save.cancel()
             if kind == "fork":
-                self._fork(save)
+                with self._starting:
+                    self._fork(save)
             if pid is not None:
                 os.kill(pid, signal.SIGCONT)
 
@@ -493,7 +491,8 @@ class Trainer:
             self.tell("stopping", seconds=seconds)
             os.kill(os.getpid(), signal.SIGSTOP)
         if kind == "program":
-            subprocess.run(["true"], check=False)
+            with self._starting:
+                subprocess.run(["true"], check=False)
 
     def _fork(self, save: Any) -> None:
         """A foreign fork: the child uses what it has of the parent's, and ends."""
