@@ -205,10 +205,10 @@ class Trainer:
         event = action.get("event")
         mine = event if event and event["rank"] == self.rank else None
         self._set_rate(action.get("rate", 0))
-        if mine and mine["kind"] in (*schedule.CHANGES, "lose-copy"):
-            self._wait({})  # what is sealed then, and copied, is of this save
+        if event and event["kind"] in (*schedule.CHANGES, "lose-copy"):
+            self._wait({})  # what is sealed then, and copied, is of this save; on all ranks, which may wait for each other
             held = (self._checkpointer or holdfast).staging().get("bytes_held")
-            self._memory.watch(not held and action["spec"]["bytes"] < schedule.ARENA // 2)
+            self._memory.watch(mine is not None and not held and action["spec"]["bytes"] < schedule.ARENA // 2)
         if self.round["door"] == schedule.MEGATRON:
             self._make_directory()
         self.tell("call", n=number)
