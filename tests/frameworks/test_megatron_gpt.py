@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import shutil
 import subprocess
@@ -69,9 +68,8 @@ class Training:
         self.output = ""
         launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
         example = [str(EXAMPLES / "train_megatron.py"), f"--dir={directory}", f"--steps={STEPS}", f"--every={EVERY}"]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "HOLDFAST_ARENA_BYTES": str(16 << 20)}
         pipe, both = subprocess.PIPE, subprocess.STDOUT
-        with subprocess.Popen([*launch, *example], stdout=pipe, stderr=both, text=True, env=environment) as launcher:
+        with subprocess.Popen([*launch, *example], stdout=pipe, stderr=both, text=True) as launcher:
             for line in launcher.stdout or ():
                 self.output += line
                 if kill_at and kill_at in line:

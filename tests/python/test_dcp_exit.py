@@ -36,7 +36,6 @@ def _run(path: Path, way: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-c", _SCRIPT, str(path), way],
         capture_output=True, text=True, timeout=120, check=False,
-        env={**os.environ, "HOLDFAST_ARENA_BYTES": str(16 << 20)},
     )  # fmt: skip
 
 
@@ -64,7 +63,7 @@ thread.join()
 
 def test_saves_that_a_daemon_thread_called_are_awaited_at_exit(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", _IN_A_DAEMON, str(tmp_path / "run")], capture_output=True, text=True,
-                          timeout=120, check=False, env={**os.environ, "HOLDFAST_ARENA_BYTES": str(16 << 20)})  # fmt: skip
+                          timeout=120, check=False)  # fmt: skip
     assert (done.returncode, done.stderr) == (0, "")
     assert sorted(os.listdir(tmp_path)) == ["run", "run-plain"]
     assert holdfast.dcp.verify(tmp_path / "run")["verdict"] == holdfast.verify(tmp_path / "run-plain")["verdict"] == "sound"

@@ -86,7 +86,6 @@ def _run(tmp_path: Path, happens: str) -> list[Program]:
     trainers = [
         Program(
             ["-c", _TRAINER, str(directory), str(tmp_path / "store"), str(rank), happens], new_session=True,
-            env={**os.environ, "HOLDFAST_ARENA_BYTES": str(16 << 20)},
         )
         for rank in range(RANKS)
     ]  # fmt: skip
