@@ -114,13 +114,13 @@ if wanted megatron && [ -z "$with_megatron" ]; then
 fi
 
 bin=build/venv/bin
-fuzzer=("$bin/integrity-fuzz") fuzzer_with_megatron=("$bin/integrity-fuzz")
+fuzzer_with_megatron=("$bin/integrity-fuzz")
 [ -z "$with_megatron" ] || fuzzer_with_megatron=("$with_megatron" -B -m holdfast.integrity)
 cpus=$(nproc)
 at_once=$((cpus < 8 ? 4 * cpus : cpus + 24)) # rounds wait for most of their time
 # fuzz PART OPTION...: integrity-fuzz for the part's time.
 fuzz() {
-  local name=$1 program=("${fuzzer[@]}")
+  local name=$1 program=("$bin/integrity-fuzz")
   [ "$name" != megatron ] || program=("${fuzzer_with_megatron[@]}")
   shift
   ! wanted "$name" || part "$name" "$(($(share "$name") + 900))" "${program[@]}" --jobs "$at_once" --time "$(share "$name")s" \

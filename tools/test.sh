@@ -67,6 +67,7 @@ target_of() { # PASS: what it builds (tests/README.md)
   case "$1" in
     *asan) echo checked_tests ;;
     *tsan) echo threaded_tests ;;
+    fuzz) echo all ;;
     *) [ -n "$has_asan" ] && echo other_tests || echo all ;;
   esac
 }
@@ -172,22 +173,23 @@ for pass in "${passes[@]}"; do
   # Launchers, engines and file systems know nothing of each other: of their combinations, which the release pass runs
   # all, a sanitizer gets each launcher, each engine and each file system; in the long runs all.
   each='-*ForkUring*:*ForkPwrite*:*PersistentUring*:*PersistentPwrite*:*SpawnUring*:*SpawnPwrite*:*FileSystem*Pwrite'
+  # A kill or a power cut at every call is the same code again and again.
+  each+=':*/Commits.*:Recoveries.*'
   [ -z "${HOLDFAST_LONG:-}" ] || each='*'
   case "$pass" in
     *asan)
       only=(-LE 'tidy|perf|planted|program|fork')
       filter=$each
-      # A kill or a power cut at every call is the same code again and again.
-      [ "$filter" = '*' ] || filter+=':*/Commits.*:Recoveries.*'
       ;;
     *tsan)
       only=(-LE 'tidy|perf|planted|program|fork|fault|pure')
       filter=$each
-      # What breaks at every call in turn, what replays crashes, and a walk over names is one thread's work. Workers that are
-      # processes have the same threads with each launcher.
+      # What breaks at every call in turn, and a walk over names, is one thread's work. Workers that are processes have the
+      # same threads with each launcher.
       [ "$filter" = '*' ] || filter+=':*/Fork:*/ForkFixed:*/Persistent:*/PersistentFixed:*FileSystem*:FaultTest.Any*'
-      [ "$filter" = '*' ] || filter+=':*/Commits.*:Recoveries.*:Replaced.*:ZipArchiveWalk.*'
+      [ "$filter" = '*' ] || filter+=':Replaced.*:ZipArchiveWalk.*'
       ;;
+    fuzz) ;; # has no tests but those
     *) [ -z "$has_asan" ] || only=(-LE 'room|fuzz') ;;
   esac
   if ! configure_and_build "$pass"; then
