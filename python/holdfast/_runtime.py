@@ -15,7 +15,7 @@ from holdfast import _arguments, _log, _native, _ranks, events, snapshots
 from holdfast._completion import waitable
 from holdfast._process import PerProcess
 from holdfast._programs import program
-from holdfast.errors import Error, TimeoutError
+from holdfast.errors import Error, TimeoutError, of_operation
 
 # What launchers say of the number of processes on a node.
 _LOCAL_WORLD = (
@@ -72,10 +72,8 @@ def _check(options: dict[str, Any], operation: str) -> dict[str, Any]:
         raise Error("INVALID_ARGUMENT", f"{operation}: {_arguments.unknown(unknown, told)}")
     automatic = () if options.get("arena_bytes") else ("arena_bytes",)
     given = {k: _taken(k, v, operation) for k, v in options.items() if k not in automatic}
-    try:
+    with of_operation(operation):
         _native.check_options(given)
-    except Error as error:
-        raise Error(error.code, f"{operation}: {error.message}", error.errno) from error
     return {**options, **given}
 
 
@@ -154,7 +152,7 @@ class _Memory(PerProcess):
                 return self.core
             self.clear()
         self.core = _native.Checkpointer(
-            _with_worker({**self.options, "directory": "/", "arena_bytes": wanted})
+            _with_worker({**self.options, "arena_bytes": wanted})
         )
         self.nbytes = wanted
         self._holds = 0 if fixed or wanted < nbytes else nbytes
@@ -202,18 +200,14 @@ class Runtime:
             self._memory.clear()
             self.options.update(options)
 
-    def door(self, directory: str, nbytes: int, **own: Any) -> _native.Checkpointer:
-        """A native Checkpointer for `directory`, with staging memory for a save of `nbytes`.
+    def door(self, directory: str, name: str, nbytes: int, **own: Any) -> _native.Checkpointer:
+        """A native Checkpointer for `directory`, with staging memory for the save of `name`, of `nbytes`.
 
         Raises:
-            Error: of an option, or of the system, which names the directory.
+            Error: of an option, or of the system.
         """
-        try:
+        with of_operation(f"save {os.path.join(directory, name)}"):
             return self._door(directory, nbytes, own)
-        except Error as error:
-            if not error.errno or directory in error.message:
-                raise
-            raise Error(error.code, f"save to {directory}: {error.message}", error.errno) from error
 
     def _door(self, directory: str, nbytes: int, own: dict[str, Any]) -> _native.Checkpointer:
         memory = self._memory

@@ -146,6 +146,15 @@ def add_note(error: BaseException, note: str) -> None:
 
 
 @contextlib.contextmanager
+def of_operation(operation: str) -> Iterator[None]:
+    """Lets errors of this package name the operation."""
+    try:
+        yield
+    except Error as error:
+        raise Error(error.code, f"{operation}: {error.message}", error.errno) from error
+
+
+@contextlib.contextmanager
 def of_system(operation: str) -> Iterator[None]:
     """Raises what the system refuses inside as an `Error`; `operation` names the object, too."""
     try:

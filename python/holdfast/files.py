@@ -25,7 +25,7 @@ from holdfast import (
     events,
 )
 from holdfast._durable import make_directory
-from holdfast.errors import Error
+from holdfast.errors import Error, of_operation
 from holdfast.handle import Save
 
 
@@ -77,7 +77,7 @@ def save_file(
     captured = _Captured(state, name, attempt, _late.Late(late, state), pickle_protocol)
     make_directory(directory)
     runtime = runtime or _runtime.default
-    door = runtime.door(directory, captured.plan.total_bytes, when_full=when_full)
+    door = runtime.door(directory, name, captured.plan.total_bytes, when_full=when_full)
     extra = {
         "kind": "file",
         "called_ns": called_ns,
@@ -167,10 +167,8 @@ class _Captured:
 
     @_collector.paused()
     def __init__(self, state: Any, name: str, attempt: str, late: _late.Late, protocol: int) -> None:
-        try:
+        with of_operation(f"save {name}"):
             data, stored = _torch_pickle.pickled(state, protocol)
-        except Error as error:
-            raise Error(error.code, f"save {name}: {error.message}") from error
         self.keep: list[Any] = []
         self.waiting: set[torch.device] = set()
         self.watch = _late.Watch(())

@@ -145,7 +145,7 @@ def save_async(
             agreement.check(os.fspath(path), part.entries(), part.own)
         captured = part.plan(late=late, replicated=agreement.replicated, attempt=attempt)
         door = runtime.door(
-            directory, captured.plan.total_bytes, when_full=when_full, keep_last=keep_last,
+            directory, name, captured.plan.total_bytes, when_full=when_full, keep_last=keep_last,
             keep_every=keep_every, rank=rank, world_size=world_size,
         )
         extra = {

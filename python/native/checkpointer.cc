@@ -280,7 +280,8 @@ void BindCheckpointer(nb::module_& module) {
           "__init__",
           [](Saver* self, const nb::dict& options) {
             const CheckpointerOptions given = OptionsOf(options);
-            new (self) Saver(ValueOrThrow(WithoutGil([&] { return Checkpointer::Create(given); })));
+            new (self)
+                Saver(ValueOrThrow(WithoutGil([&] { return Checkpointer::CreateMemory(given); })));
           },
           "options"_a)
       .def(

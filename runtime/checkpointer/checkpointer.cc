@@ -58,18 +58,6 @@ uint64_t Nanoseconds(absl::Duration time) {
                                           : static_cast<uint64_t>(absl::ToInt64Nanoseconds(time));
 }
 
-// The holders of the staging memory, for messages.
-std::string Holders(const StagingStats& stats) {
-  if (stats.bytes_quarantined == 0) return "by saves in flight";
-  std::string text =
-      absl::StrCat(stats.bytes_held - stats.bytes_quarantined, " bytes by saves in flight, ",
-                   stats.bytes_quarantined, " bytes quarantined");
-  for (const EpochHolding& epoch : stats.epochs) {
-    if (!epoch.quarantined.empty()) absl::StrAppend(&text, " (", epoch.quarantined, ")");
-  }
-  return text;
-}
-
 /// The nonzero attempts of a list, except a save's own.
 std::vector<AttemptId> Others(std::vector<AttemptId> attempts, const AttemptId& own) {
   std::erase_if(attempts,
@@ -83,11 +71,13 @@ AttemptId NewAttemptId() { return {.high = sys::RandomBits(), .low = sys::Random
 
 class Checkpointer::Impl {
  public:
+  /// Without a directory: saves are refused.
   explicit Impl(const CheckpointerOptions& given) : options(given) {}
   ~Impl();
 
   /// `shared`: null for a core of its own.
-  absl::Status Start(std::shared_ptr<Core> shared);
+  static absl::StatusOr<std::unique_ptr<Checkpointer>> Make(const CheckpointerOptions& options,
+                                                            std::shared_ptr<Core> shared);
   absl::StatusOr<SaveHandle> SaveAsync(const SaveRequest& request);
   absl::Status Flush(absl::Duration timeout);
 
@@ -97,6 +87,7 @@ class Checkpointer::Impl {
   std::unique_ptr<recovery::Housekeeper> housekeeper;
 
  private:
+  absl::Status Start(std::shared_ptr<Core> shared);
   /// Shows a save whether its front door still exists. A save with an unstoppable worker outlives
   /// its door. The door waits for ending saves, which do not wait for each other.
   struct Door {
@@ -153,16 +144,24 @@ class Checkpointer::Impl {
   std::shared_ptr<const base::UniqueFd> parent_ ABSL_GUARDED_BY(mutex_);
 };
 
+absl::StatusOr<std::unique_ptr<Checkpointer>> Checkpointer::Impl::Make(
+    const CheckpointerOptions& options, std::shared_ptr<Core> shared) {
+  auto impl = std::make_unique<Impl>(options);
+  HOLDFAST_RETURN_IF_ERROR(impl->Start(std::move(shared)));
+  return std::unique_ptr<Checkpointer>(new Checkpointer(std::move(impl)));
+}
+
 absl::Status Checkpointer::Impl::Start(std::shared_ptr<Core> shared) {
-  HOLDFAST_RETURN_IF_ERROR(ValidateOptions(options));
-  options.directory = directory::AbsolutePath(options.directory);
-  HOLDFAST_ASSIGN_OR_RETURN(const std::shared_ptr<const base::UniqueFd> parent, OpenParent());
+  if (!options.directory.empty()) {
+    options.directory = directory::AbsolutePath(options.directory);
+    HOLDFAST_ASSIGN_OR_RETURN(const std::shared_ptr<const base::UniqueFd> parent, OpenParent());
+    if (options.rank == 0) lineage_.Begin(parent->get());
+  }
   if (shared == nullptr) {
     shared = std::make_shared<Core>();
     HOLDFAST_RETURN_IF_ERROR(shared->Start(&options));
   }
   core = std::move(shared);
-  if (options.rank == 0) lineage_.Begin(parent->get());
   {
     const base::MutexLock lock(&door_->mutex);
     door_->impl = this;
@@ -174,6 +173,10 @@ absl::Status Checkpointer::Impl::Start(std::shared_ptr<Core> shared) {
 /// Returns the directory that the path leads to now. Since the last save the directory may have
 /// been renamed and made anew, or mounted over. Saves in flight keep their directory.
 absl::StatusOr<std::shared_ptr<const base::UniqueFd>> Checkpointer::Impl::OpenParent() {
+  if (options.directory.empty()) {
+    return absl::FailedPreconditionError(
+        "this Checkpointer has memory alone: save by one that CreateBeside made of it");
+  }
   std::shared_ptr<const base::UniqueFd> parent;
   {
     const base::MutexLock lock(&mutex_);
@@ -260,11 +263,11 @@ absl::Status Checkpointer::Impl::Admit(const SaveState& save) const {
   if (options.when_full == WhenFull::kSkip) {
     return absl::UnavailableError(absl::StrCat("save ", save.checkpoint,
                                                ": skipped, because the staging memory is held ",
-                                               Holders(core->pool->stats())));
+                                               core->Holders()));
   }
   return absl::ResourceExhaustedError(absl::StrCat(
       "save ", save.checkpoint, ": the staging memory of ", core->pool->arena().bytes(),
-      " bytes is held ", Holders(core->pool->stats()), "; raise arena_bytes, or wait for them"));
+      " bytes is held ", core->Holders(), "; raise arena_bytes, or wait for them"));
 }
 
 absl::Status Checkpointer::Impl::OpenDirectories(const SaveRequest& request,
@@ -537,27 +540,25 @@ Checkpointer::~Checkpointer() {
 
 absl::StatusOr<std::unique_ptr<Checkpointer>> Checkpointer::Create(
     const CheckpointerOptions& options) {
-  auto impl = std::make_unique<Impl>(options);
-  HOLDFAST_RETURN_IF_ERROR(impl->Start(nullptr));
-  return std::unique_ptr<Checkpointer>(new Checkpointer(std::move(impl)));
+  HOLDFAST_RETURN_IF_ERROR(ValidateOptions(options));
+  return Impl::Make(options, nullptr);
+}
+
+absl::StatusOr<std::unique_ptr<Checkpointer>> Checkpointer::CreateMemory(
+    const CheckpointerOptions& options) {
+  CheckpointerOptions mine = options;
+  mine.directory = "/";  // as the check wants one
+  HOLDFAST_RETURN_IF_ERROR(ValidateOptions(mine));
+  mine.directory.clear();
+  return Impl::Make(mine, nullptr);
 }
 
 absl::StatusOr<std::unique_ptr<Checkpointer>> Checkpointer::CreateBeside(
     const CheckpointerOptions& options) const {
   if (!impl_->guard.InCreator()) return OtherProcess();
-  CheckpointerOptions mine = options;
-  const CheckpointerOptions& core = impl_->options;
-  mine.staging = core.staging;
-  mine.launcher = core.launcher;
-  mine.worker_program = core.worker_program;
-  mine.fused_copy = core.fused_copy;
-  mine.second_look = core.second_look;
-  mine.time_memory_max = core.time_memory_max;
-  mine.time_stalled_max = core.time_stalled_max;
-  mine.on_sealed = core.on_sealed;
-  auto impl = std::make_unique<Impl>(mine);
-  HOLDFAST_RETURN_IF_ERROR(impl->Start(impl_->core));
-  return std::unique_ptr<Checkpointer>(new Checkpointer(std::move(impl)));
+  const CheckpointerOptions mine = checkpointer::WithShared(options, impl_->options);
+  HOLDFAST_RETURN_IF_ERROR(ValidateOptions(mine));
+  return Impl::Make(mine, impl_->core);
 }
 
 absl::StatusOr<SaveHandle> Checkpointer::SaveAsync(const SaveRequest& request) {

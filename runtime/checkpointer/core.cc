@@ -2,6 +2,7 @@
 
 #include <utility>
 
+#include "absl/strings/str_cat.h"
 #include "runtime/base/clock.h"
 #include "runtime/base/keep_forever.h"
 #include "runtime/base/planted_bugs.h"
@@ -89,6 +90,18 @@ absl::Status Checkpointer::Core::Register(Device* device) {
     HOLDFAST_RETURN_IF_ERROR(pool->Register(registrant.get()));
   }
   return registrant->refusal();
+}
+
+std::string Checkpointer::Core::Holders() const {
+  const StagingStats stats = pool->stats();
+  if (stats.bytes_quarantined == 0) return "by saves in flight";
+  std::string text =
+      absl::StrCat(stats.bytes_held - stats.bytes_quarantined, " bytes by saves in flight, ",
+                   stats.bytes_quarantined, " bytes quarantined");
+  for (const EpochHolding& epoch : stats.epochs) {
+    if (!epoch.quarantined.empty()) absl::StrAppend(&text, " (", epoch.quarantined, ")");
+  }
+  return text;
 }
 
 absl::Status Checkpointer::Core::Launch(const std::string& title, int directory, SaveState* save) {

@@ -29,6 +29,8 @@ class Checkpointer::Core {
   absl::Status Start(CheckpointerOptions* given);
   /// Registers the arena with `device`, once. \error The device's: copies are then slower.
   absl::Status Register(Device* device);
+  /// What holds the staging memory, for messages.
+  std::string Holders() const;
   /// Opens the save's epoch and hands its job to a worker, in one step. Otherwise a kept worker
   /// could get a younger save's job before an older save's. The worker would then wait for memory
   /// reserved for the older save.

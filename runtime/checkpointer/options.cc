@@ -87,5 +87,17 @@ absl::Status ValidateName(const std::string& name) {
   return absl::OkStatus();
 }
 
+CheckpointerOptions WithShared(CheckpointerOptions options, const CheckpointerOptions& core) {
+  options.staging = core.staging;
+  options.launcher = core.launcher;
+  options.worker_program = core.worker_program;
+  options.fused_copy = core.fused_copy;
+  options.second_look = core.second_look;
+  options.time_memory_max = core.time_memory_max;
+  options.time_stalled_max = core.time_stalled_max;
+  options.on_sealed = core.on_sealed;
+  return options;
+}
+
 }  // namespace checkpointer
 }  // namespace holdfast

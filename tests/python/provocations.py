@@ -445,12 +445,8 @@ def not_from_python(directory: Path) -> str:
     plan = native.ModelPlan("model.safetensors", ["w"], ["F32"], [[4]], [16], [])
     memory = torch.ones(4)
     plan.renew(native.new_attempt(), [memory.data_ptr()], [], [])
-    door = native.Checkpointer(
-        {
-            "directory": str(directory),
-            "worker_program": holdfast._programs.program("holdfast-worker"),
-        }
-    )
+    options = {"directory": str(directory), "worker_program": holdfast._programs.program("holdfast-worker")}
+    door = native.Checkpointer(options).create_beside(options)
     door.save("other", plan, 1, False, "", False).wait_durable(60)
     return said(lambda: holdfast.load(directory / "other"))
 

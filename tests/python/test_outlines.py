@@ -212,7 +212,8 @@ def test_a_description_of_the_first_version_is_read(tmp_path: Path) -> None:
     plan.add_file("state.json")
     plan.add_tensor("holdfast:structure", "U8", [len(text)], text.data_ptr(), len(text), None, 0)
     program = holdfast._programs.program("holdfast-worker")
-    door = _native.Checkpointer({"directory": str(tmp_path), "worker_program": program})
+    options = {"directory": str(tmp_path), "worker_program": program}
+    door = _native.Checkpointer(options).create_beside(options)
     door.save("s", plan, 1, False, "", False).wait_durable(60)
     loaded = holdfast.load(tmp_path / "s")
     assert isinstance(loaded["w"], torch.nn.Parameter) and torch.equal(loaded["w"], w)

@@ -23,7 +23,7 @@ from holdfast._tensor_kinds import QUANTIZED, local_of, sparse_parts, why_no_dat
 from holdfast.dcp.failures import of_object
 from holdfast.dcp.framing import can_frame, frame
 from holdfast.dcp.parts import DIGESTS, PART, PLAN, Part, digest_of
-from holdfast.errors import Error
+from holdfast.errors import Error, of_operation
 
 _OWN = "holdfast:"  # how the names of entries begin that are no items
 
@@ -190,10 +190,8 @@ class Layout:
         name = self.items[index].index.fqn
         if why := why_no_data(tensor):
             raise Error("INVALID_ARGUMENT", f"save {name}: {why}")
-        try:
+        with of_operation(f"save {name}"):
             return _devices.device_of(tensor.device) is not None
-        except Error as error:
-            raise Error(error.code, f"save {name}: {error.message}") from error
 
     @_collector.paused()
     def plan_file(self, data: list[Any], name: str, late: _late.Late,

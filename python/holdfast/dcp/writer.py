@@ -38,7 +38,7 @@ from holdfast._names import METADATA
 from holdfast.dcp import items, placement, staging
 from holdfast.dcp import metadata as _metadata
 from holdfast.dcp.parts import Part
-from holdfast.errors import Error, of_system
+from holdfast.errors import Error, of_operation, of_system
 
 logger = logging.getLogger("holdfast.dcp")
 
@@ -335,7 +335,7 @@ class StorageWriter(_StorageWriter):
             nbytes = min(nbytes, staging.WINDOW_BYTES)
         runtime = self.runtime or _runtime.default
         door = runtime.door(
-            str(self.path.parent), nbytes, rank=place.rank, world_size=place.world_size
+            str(self.path.parent), self.path.name, nbytes, rank=place.rank, world_size=place.world_size
         )
         extra = {
             "kind": "dcp",
@@ -511,7 +511,8 @@ class StorageWriter(_StorageWriter):
         """
         self.staged = True
         try:
-            return staging.stage(state_dict, self._staging_bytes_max)
+            with of_operation(f"save {self.path}"):
+                return staging.stage(state_dict, self._staging_bytes_max)
         except Error as error:
             events.publish_raised(str(self.path), self.step, error, kind="dcp")
             raise

@@ -129,6 +129,11 @@ class Checkpointer {
   /// option to change.
   static absl::StatusOr<std::unique_ptr<Checkpointer>> Create(const CheckpointerOptions& options);
 
+  /// Takes staging memory and starts the supervisor for those that CreateBeside makes, and for no
+  /// directory: SaveAsync returns kFailedPrecondition. `options.directory` is not looked at.
+  static absl::StatusOr<std::unique_ptr<Checkpointer>> CreateMemory(
+      const CheckpointerOptions& options);
+
   /// Makes a Checkpointer for another directory that shares this one's staging memory and workers:
   /// saves wait in one queue and count against one cap. Shared settings are taken from this
   /// Checkpointer, not from `options`: staging, launcher, worker_program, fused_copy, second_look,

@@ -222,6 +222,24 @@ TEST_P(Beside, AFailedSaveIsReportedByItsOwnDoor) {
   ExpectSavesTo(second_.get(), "works");
 }
 
+TEST_P(Beside, MemoryAloneSavesForOthers) {
+  CheckpointerOptions options = Options("");
+  auto memory = Checkpointer::CreateMemory(options);
+  ASSERT_TRUE(memory.ok()) << memory.status();
+  const TrainingState state = TrainingState::Uniform(1, 1000, 1);
+  const auto refused = (*memory)->SaveAsync({.name = "s", .step = 1, .tensors = state.Sources()});
+  EXPECT_TRUE(absl::IsFailedPrecondition(refused.status())) << refused.status();
+  EXPECT_THAT(std::string(refused.status().message()), ::testing::HasSubstr("CreateBeside"));
+  first_ = *std::move(memory);
+  const auto beside = MakeBeside(Options(first_directory()));
+  first_ = nullptr;
+  ExpectSavesTo(beside.get(), "step-1");
+
+  EXPECT_TRUE(absl::IsInvalidArgument(Checkpointer::Create(options).status()));
+  options.rank = 1;
+  EXPECT_TRUE(absl::IsInvalidArgument(Checkpointer::CreateMemory(options).status()));
+}
+
 TEST_P(Beside, AForeignChildMakesNone) {
   if (kAnySanitizer) GTEST_SKIP() << "the heap may be locked in a child of a process with threads";
   first_ = Make(Options(first_directory()));
