@@ -255,19 +255,34 @@ def server() -> int:
 class Server:
     """A lane that starts its server."""
 
-    def run(self) -> int:
-        jobs.context.set_forkserver_preload([])
-        return server()
+    def __init__(self) -> None:
+        self._pipe = os.pipe()
+        jobs.start_server()
+
+    def run(self) -> tuple[int, bool, bool]:
+        """The server, whether it is a fork of this process, and whether it holds what this process has opened."""
+        found = server()
+        forked = jobs.context.Process(target=int)  # from now on the server serves
+        forked.start()
+        forked.join()
+        programs = {Path(f"/proc/{pid}/cmdline").read_bytes() for pid in (found, os.getpid())}
+        return found, len(programs) == 1, os.readlink(f"/proc/self/fd/{self._pipe[0]}") in _opened(found)
 
     def close(self) -> None: ...
 
 
+def _opened(pid: int) -> set[str]:
+    return {os.readlink(entry.path) for entry in os.scandir(f"/proc/{pid}/fd")}
+
+
 def test_each_lane_has_a_server_of_its_own(adopting: None) -> None:
-    """Also where this process has one: orphans of its trainers would not come to the lane."""
+    """Also where this process has one: orphans of its trainers would not come to the lane. As a fork it imports nothing again."""
     own = server()
+    jobs.preload()
     with lanes.Lanes(2, Server) as beside:
-        servers = {found for _, found in beside.run(() for _ in range(20))}
-    assert own not in servers and 1 <= len(servers) <= 2
+        found = {found for _, found in beside.run(() for _ in range(20))}
+    assert 1 <= len({pid for pid, _, _ in found} - {own}) == len(found) <= 2
+    assert {each[1:] for each in found} == {(True, False)}
 
 
 def run_main(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:

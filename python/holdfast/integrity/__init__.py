@@ -259,7 +259,7 @@ def _compare(arguments: argparse.Namespace, scratch: str) -> int:
 
 def _break_disks(arguments: argparse.Namespace) -> int:
     """Runs rounds on disks that are recorded, bad or reset; the status says whether one was left as it must not."""
-    from holdfast.integrity import bad_disks, campaign, device_mapper, power_cuts, processes, resets, schedule
+    from holdfast.integrity import bad_disks, campaign, device_mapper, jobs, power_cuts, processes, resets, schedule
     from holdfast.integrity.block_recorder import RECORDERS
 
     option, given, targets = next(
@@ -304,6 +304,8 @@ def _break_disks(arguments: argparse.Namespace) -> int:
         else:
             one = functools.partial(power_cuts.drawn, draw, arguments.cuts, RECORDERS[arguments.recorder], arguments.plant)
             again += f" --cuts {arguments.cuts}" * (arguments.cuts is not None) + f" --recorder {arguments.recorder}"
+        if at_once > 1:
+            jobs.preload(limits.doors)
         made = power_cuts.campaign(functools.partial(power_cuts.Bench, one, limits.doors), kinds, numbers, end, at_once)
     print(f"seed {seed}", flush=True)
     seen: set[int] = set()

@@ -188,6 +188,7 @@ class Campaign:
                 round_ = schedule.draw(self.seed, number, self.limits)
                 yield (peers.reduce(round_, self.saver) if self.saver else round_,)
 
+        jobs.preload(self.limits.doors)
         count = at_once if rounds_max is None else max(1, min(at_once, rounds_max))
         with lanes.Lanes(count, functools.partial(rounds.Bench, self.directory, self.limits.doors, self._plant)) as beside:
             for (round_,), result in beside.run(drawn(), rounds.crashed):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import json
 import multiprocessing
 import os
@@ -15,7 +16,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
-from multiprocessing import forkserver
+from multiprocessing import connection, forkserver, resource_tracker
 from typing import Any
 
 import torch
@@ -33,6 +34,27 @@ _ENDS = {
 context: Any = multiprocessing.get_context("forkserver")
 
 
+_is_lane = False
+
+
+def preload(doors: Collection[str] = ()) -> None:
+    """Imports what trainers need. Lanes that are forked afterwards, and their trainers, share its memory.
+
+    Args:
+        doors: as of `start_server`.
+    """
+    if set(doors) != {schedule.PLAN}:
+        for module in _modules(doors):
+            importlib.import_module(module)
+
+
+def enter_lane() -> None:
+    """In a new fork of this program: its trainers are forked by a server of its own."""
+    global _is_lane
+    forkserver._forkserver.__init__()  # type: ignore[attr-defined,misc]
+    _is_lane = True
+
+
 def start_server(doors: Collection[str] = ()) -> None:
     """Starts the process that forks trainers. This one reads with one thread: others run rounds beside it.
 
@@ -40,18 +62,54 @@ def start_server(doors: Collection[str] = ()) -> None:
         doors: of the trainers; of some it imports more. Without a trainer in Python it starts when it is needed.
     """
     torch.set_num_threads(1)
-    context.set_forkserver_preload([
-        "torch._dynamo", "torch.distributed.checkpoint.state_dict", "holdfast.dcp", "holdfast.observe",
-        "holdfast.integrity.trainer", *["holdfast.integrity.preloaded"] * (schedule.MEGATRON in doors),
-        "holdfast.integrity.frozen",
-    ])  # fmt: skip
+    context.set_forkserver_preload([*_modules(doors), "holdfast.integrity.frozen"])
     if set(doors) != {schedule.PLAN}:
+        if _is_lane:
+            _fork_server()
         ensure_server()
 
 
 def ensure_server() -> None:
     """Starts the process now, where it is not running."""
     forkserver.ensure_running()
+
+
+def _modules(doors: Collection[str]) -> list[str]:
+    return [
+        "torch._dynamo", "torch.distributed.checkpoint.state_dict", "holdfast.dcp", "holdfast.observe",
+        "holdfast.integrity.trainer", *["holdfast.integrity.preloaded"] * (schedule.MEGATRON in doors),
+    ]  # fmt: skip
+
+
+def _fork_server() -> None:
+    """Makes a fork of this process the server, as `multiprocessing` makes a new process one."""
+    server: Any = forkserver._forkserver  # type: ignore[attr-defined]
+    resource_tracker.ensure_running()
+    server._forkserver_address = connection.arbitrary_address("AF_UNIX")  # type: ignore[attr-defined]
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(server._forkserver_address)
+        listener.listen()
+        alive, server._forkserver_alive_fd = os.pipe()
+        server._forkserver_pid = os.fork()
+        if server._forkserver_pid == 0:
+            try:
+                _serve_forks(listener.fileno(), alive, server._preload_modules)
+            finally:
+                os._exit(0)
+        os.close(alive)
+
+
+def _serve_forks(listener: int, alive: int, modules: list[str]) -> None:
+    """The life of a server that is a fork: it keeps nothing of the lane but what is imported."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    processes.release_memory()
+    kept = {0, 1, 2, listener, alive, resource_tracker.getfd()}  # type: ignore[attr-defined]
+    for fd in map(int, os.listdir("/proc/self/fd")):
+        if fd not in kept:
+            with contextlib.suppress(OSError):  # the listing's own
+                os.close(fd)
+    forkserver.main(listener, alive, modules)
 
 
 @functools.cache

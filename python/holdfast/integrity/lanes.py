@@ -6,10 +6,10 @@ import contextlib
 import multiprocessing
 import signal
 from collections.abc import Callable, Iterator
-from multiprocessing import connection, forkserver
+from multiprocessing import connection
 from typing import Any, Protocol
 
-from holdfast.integrity import processes
+from holdfast.integrity import jobs, processes
 
 # A lane has what this process has imported: PyTorch takes seconds.
 _context: Any = multiprocessing.get_context("fork")
@@ -100,7 +100,7 @@ def _serve(channel: Any, make: Callable[[], Bench], others: list[Any]) -> None:
     """
     for end in others:
         end.close()
-    forkserver._forkserver.__init__()  # type: ignore[attr-defined,misc]  # trainers are forked by a server of the lane's own
+    jobs.enter_lane()
     processes.prepare_process()
     processes.interrupts.take(*_SIGNALS)
     with contextlib.suppress(KeyboardInterrupt, EOFError, BrokenPipeError):

@@ -23,6 +23,7 @@ from holdfast import _recent
 _PR_SET_CHILD_SUBREAPER = 36
 _PR_GET_CHILD_SUBREAPER = 37
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_GLIBC_BYTES = 128 << 10  # its own choice of both
 _KEPT_BYTES = 64 << 20  # the half is the most that glibc takes for the other one
 _LIMITS = {"limit-size": resource.RLIMIT_FSIZE, "limit-files": resource.RLIMIT_NOFILE, "limit-memory": resource.RLIMIT_AS}
 _CLONE_NEWNS = 0x20000
@@ -301,10 +302,19 @@ def prepare_process() -> None:
     warnings.simplefilter("ignore")
     logging.disable(logging.CRITICAL)
     # One state is made after the other: the next one needs no new pages.
-    libc = ctypes.CDLL(None)
-    libc.mallopt(_M_MMAP_THRESHOLD, _KEPT_BYTES // 2)
-    libc.mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
+    _keep_memory(_KEPT_BYTES // 2, _KEPT_BYTES)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+
+
+def release_memory() -> None:
+    """In a fork of such a process: released memory is given back, as by default."""
+    _keep_memory(_GLIBC_BYTES, _GLIBC_BYTES)
+
+
+def _keep_memory(mapped: int, trimmed: int) -> None:
+    libc = ctypes.CDLL(None)
+    libc.mallopt(_M_MMAP_THRESHOLD, mapped)
+    libc.mallopt(_M_TRIM_THRESHOLD, trimmed)
 
 
 def join(store: str, rank: int, ranks: int, seconds: float) -> None:

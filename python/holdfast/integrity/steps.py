@@ -503,6 +503,7 @@ class Campaign:
                     return
                 yield script, injections
 
+        jobs.preload()
         with lanes.Lanes(at_once, self._bench) as beside:
             for (script, _), run in beside.run(undisturbed()):
                 left[script] = self._runs_of(script, run, tell)[: per_script or None]
