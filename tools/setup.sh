@@ -11,7 +11,7 @@ packages_build=(cmake g++ libabsl-dev libcli11-dev libisal-dev liburing-dev libx
   nlohmann-json3-dev pkg-config zlib1g-dev)
 packages_python=(python3 python3-dev python3-venv)
 packages_test=(bindfs binutils btrfs-progs ccache clang-14 clang-format-14 libbenchmark-dev libclang-rt-14-dev
-  libgmock-dev libgtest-dev xfsprogs)
+  libgmock-dev libgtest-dev lld-14 xfsprogs)
 
 say() { printf '\n\033[1m%s\033[0m\n' "$*"; }
 if ! [ -t 1 ]; then
