@@ -357,11 +357,14 @@ absl::StatusOr<std::unique_ptr<RankAnnouncement>> RankAnnouncement::Make(const R
     return absl::InvalidArgumentError(
         absl::StrCat("rank ", who.rank, " of a world of ", who.world_size, ": must be less"));
   }
+  const std::string save = absl::StrCat("save ", who.directory, "/", who.name);
   auto impl = std::make_unique<Impl>();
   impl->parent = base::UniqueFd(
       sys::OpenOwned(AT_FDCWD, who.directory.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC, 0));
-  if (!impl->parent.valid())
-    return base::ErrnoStatus("open checkpoint directory", who.directory, errno);
+  if (!impl->parent.valid()) {
+    return base::Annotate(base::ErrnoStatus("open checkpoint directory", who.directory, errno),
+                          save);
+  }
   const int parent = impl->parent.get();
   auto locked = directory::MakePartialDirectory(parent, format::PartialName(who.name, who.attempt));
   auto joined = locked.ok() ? checkpointer::RankPresence::Join(parent, who) : locked.status();
@@ -372,7 +375,7 @@ absl::StatusOr<std::unique_ptr<RankAnnouncement>> RankAnnouncement::Make(const R
       auto again = checkpointer::RankPresence::Join(parent, who);
       if (again.ok()) (*again)->Fail(parent, joined.status());
     }
-    return base::Annotate(joined.status(), absl::StrCat("save ", who.directory, "/", who.name));
+    return base::Annotate(joined.status(), save);
   }
   impl->locked = *std::move(locked);
   impl->presence = *std::move(joined);

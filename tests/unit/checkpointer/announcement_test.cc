@@ -57,6 +57,14 @@ TEST_F(Announcement, EndsTheSaveOfAllRanksWhereItCannotGiveSignsOfLife) {
   EXPECT_THAT(std::string(other.message()), HasSubstr("rank 1 failed: start a thread"));
 }
 
+TEST_F(Announcement, NamesTheSaveWhereItCannotOpenTheParent) {
+  RankInSave who = Rank(0);
+  who.directory += "/nowhere";
+  const absl::Status refused = RankAnnouncement::Make(who).status();
+  EXPECT_TRUE(absl::IsNotFound(refused)) << refused;
+  EXPECT_THAT(std::string(refused.message()), HasSubstr("save " + who.directory + "/step-1: open"));
+}
+
 TEST_F(Announcement, EndsTheSaveOfAllRanksWhereItCannotMakeTheDirectory) {
   const auto other = RankAnnouncement::Make(Rank(0));
   ASSERT_TRUE(other.ok()) << other.status();
