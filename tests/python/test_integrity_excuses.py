@@ -188,10 +188,13 @@ def test_a_file_system_that_errs_may_become_read_only(number: int, errors: dict[
     assert (looking.problems == []) == is_fine, looking.problems
 
 
-@pytest.mark.parametrize(("number", "is_fine"), [(5, True), (0, True), (28, False)])
-def test_a_failure_by_one_fault_has_its_errno(number: int, is_fine: bool) -> None:
+@pytest.mark.parametrize(("fault", "number", "is_fine"), [
+    (5, 5, True), (5, 0, True), (5, 28, False), (5, 11, False),
+    (12, 11, True),  # ENOMEM of a new thread, of which the C library makes EAGAIN
+])  # fmt: skip
+def test_a_failure_by_one_fault_has_its_errno(fault: int, number: int, is_fine: bool) -> None:
     told = lines((1, "call", 1, 0, None), (2, "fired", 1, 0, "fault"), (3, "failed", 1, 0, "DATA_LOSS: step-1"))
-    told[1]["errno"] = 5
+    told[1]["errno"] = fault
     told[2]["errors"][0]["errno"] = number
     looking = judge.Judge(made(save(1)), "/run")
     looking.hear(told, [save(1)])
@@ -299,3 +302,13 @@ def test_a_load_that_takes_another_saves_file_is_caught(tmp_path: Path, monkeypa
             monkeypatch.setattr(holdfast, "load", load)
         looking.look(thorough=True)
         assert {p["invariant"] for p in looking.problems} == ({"ii"} if planted else set()), looking.problems
+
+
+@pytest.mark.parametrize("has_journal", [True, False])
+def test_a_file_with_the_name_of_a_removed_directory_is_of_a_file_system_without_a_journal(has_journal: bool, tmp_path: Path) -> None:
+    looking = judge.Judge(made(save(1), door="dcp"), str(tmp_path))
+    looking.may_mix_entries = not has_journal
+    (tmp_path / "step-1").write_text("data of another file")
+    looking.recover()
+    looking.look(thorough=True)
+    assert len(looking.problems) == has_journal, looking.problems

@@ -99,6 +99,8 @@ class Excuses:
         self._reached = {event: self._reach(event) for event in self._events}
         # Of errors that a save may give as its reason, where a fault alone is the cause; 0: it has none of the system.
         self.errnos = {0, *(e.get("errno", 0) for e in lines if e["event"] == "fired")}
+        if errno.ENOMEM in self.errnos:
+            self.errnos.add(errno.EAGAIN)  # what the C library makes of it where a thread cannot start
         self._always = {"disk"} if round_["disk"] else set()
         if has_errors:
             self._always.add("errs")

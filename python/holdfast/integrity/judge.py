@@ -323,6 +323,8 @@ class Judge:
             for checkpoint in complete:
                 left -= {os.path.basename(m) for m in files.manifests_of(checkpoint["path"])[:1]}
         elif self.format == "dcp":
+            if self.may_mix_entries:  # the name of a directory that was removed leads to a file of another
+                left = {entry for entry in left if os.path.isdir(os.path.join(directory, entry))}
             left -= self._kept.get(directory, set())
             of_dcp = {entry: _of_dcp(path) for entry in left if os.path.isdir(path := os.path.join(directory, entry))}
             left = left - of_dcp.keys() | {os.path.join(entry, name) for entry, names in of_dcp.items() for name in names}

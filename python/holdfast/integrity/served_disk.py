@@ -151,8 +151,11 @@ def repaired(device: str, kind: str) -> None:
     """
     if kind == "ext4-nojournal":
         _wait_until_free(device)
-        done = subprocess.run(["e2fsck", "-fy", device], capture_output=True, text=True, check=False)
-        if done.returncode & ~3:  # 1 and 2: errors that were corrected
+        for _ in range(2):  # a repair may leave an error that the next one corrects
+            done = subprocess.run(["e2fsck", "-fy", device], capture_output=True, text=True, check=False)
+            if not done.returncode & ~3:  # 1 and 2: errors that were corrected
+                break
+        else:
             raise subprocess.CalledProcessError(done.returncode, "e2fsck", done.stdout, done.stdout + done.stderr)
 
 
