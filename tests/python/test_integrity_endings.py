@@ -275,14 +275,16 @@ def _opened(pid: int) -> set[str]:
     return {os.readlink(entry.path) for entry in os.scandir(f"/proc/{pid}/fd")}
 
 
-def test_each_lane_has_a_server_of_its_own(adopting: None) -> None:
+@pytest.mark.parametrize("is_program", [True, False])
+def test_each_lane_has_a_server_of_its_own(is_program: bool, adopting: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where this process has one: orphans of its trainers would not come to the lane. As a fork it imports nothing again."""
+    monkeypatch.setattr(processes, "is_program", is_program)
     own = server()
     jobs.preload()
     with lanes.Lanes(2, Server) as beside:
         found = {found for _, found in beside.run(() for _ in range(20))}
     assert 1 <= len({pid for pid, _, _ in found} - {own}) == len(found) <= 2
-    assert {each[1:] for each in found} == {(True, False)}
+    assert {each[1:] for each in found} == {(is_program, False)}
 
 
 def run_main(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:

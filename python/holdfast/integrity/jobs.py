@@ -34,25 +34,28 @@ _ENDS = {
 context: Any = multiprocessing.get_context("forkserver")
 
 
-_is_lane = False
+_is_forked = False  # whether the server is to be a fork of this process
 
 
 def preload(doors: Collection[str] = ()) -> None:
-    """Imports what trainers need. Lanes that are forked afterwards, and their trainers, share its memory.
+    """Imports what trainers need. Lanes that the program forks afterwards, and their trainers, share its memory.
 
     Args:
         doors: as of `start_server`.
     """
-    if set(doors) != {schedule.PLAN}:
+    if processes.is_program and set(doors) != {schedule.PLAN}:
         for module in _modules(doors):
             importlib.import_module(module)
 
 
 def enter_lane() -> None:
-    """In a new fork of this program: its trainers are forked by a server of its own."""
-    global _is_lane
+    """In a new lane: its trainers are forked by a server of its own, by a fork of it where the lane is one of the program.
+
+    Another process that has lanes, as of a test, may have used PyTorch and this package.
+    """
+    global _is_forked
     forkserver._forkserver.__init__()  # type: ignore[attr-defined,misc]
-    _is_lane = True
+    _is_forked = processes.is_program
 
 
 def start_server(doors: Collection[str] = ()) -> None:
@@ -64,7 +67,7 @@ def start_server(doors: Collection[str] = ()) -> None:
     torch.set_num_threads(1)
     context.set_forkserver_preload([*_modules(doors), "holdfast.integrity.frozen"])
     if set(doors) != {schedule.PLAN}:
-        if _is_lane:
+        if _is_forked:
             _fork_server()
         ensure_server()
 
