@@ -32,8 +32,6 @@ _ENDS = {
 }  # fmt: skip
 # Trainers are forked by a server that has imported PyTorch and used nothing of it.
 context: Any = multiprocessing.get_context("forkserver")
-
-
 _is_forked = False  # whether the server is to be a fork of this process
 
 
@@ -69,7 +67,8 @@ def start_server(doors: Collection[str] = ()) -> None:
     if set(doors) != {schedule.PLAN}:
         if _is_forked:
             _fork_server()
-        ensure_server()
+        else:
+            ensure_server()
 
 
 def ensure_server() -> None:
