@@ -115,7 +115,7 @@ bool NameFiles(JobRun* run) {
     if (MustStop(run, true)) return false;
     if (!run->Writes(i)) continue;
     // Another save of this file into the same directory has taken over the temporary name.
-    if (!IsOurs(*run, i)) return Fail(run, FailureCode::kAborted, Operation::kRename, i);
+    if (!CheckOurs(run, i, Operation::kRename)) return false;
     HOLDFAST_ASSERT(run->notes[i].synced != 0 && run->notes[i].renamed == 0);
     const char* const name = layout::Files(run->job)[i].name;
     char temporary[kNameBytes];

@@ -9,6 +9,7 @@
 #include "runtime/sys/owned_fds.h"
 #include "runtime/sys/retry.h"
 #include "runtime/sys/system.h"
+#include "runtime/worker/directory.h"
 #include "runtime/worker/ranks.h"
 #include "runtime/worker/remove_file.h"
 #include "runtime/worker/single_file.h"
@@ -108,9 +109,9 @@ bool OpenAgain(JobRun* run, uint32_t file, io::DirectOpen* opened) {
   const int error = io::OpenDirect(run->directory, name, O_WRONLY | O_NOFOLLOW, 0,
                                    !run->Has(layout::kBuffered), opened);
   if (error != 0) return FailErrno(run, Operation::kOpen, error, file);
-  if (IsOurs(*run, file)) return true;
+  if (CheckOurs(run, file, Operation::kOpen)) return true;
   sys::CloseOwned(opened->fd);
-  return Fail(run, FailureCode::kAborted, Operation::kOpen, file);
+  return false;
 }
 
 /// Writes a file's pages back in steps. One fsync of hundreds of GiB shows no progress for minutes,
@@ -204,18 +205,31 @@ Acquired FreeSlot(JobRun* run, uint16_t* slot) {
   return SyncAndClose(run, incomplete) ? Acquired::kReady : Acquired::kFailed;
 }
 
-}  // namespace
-
-bool IsOurs(const JobRun& run, uint32_t file) {
-  if (!run.Has(layout::kFilesOnly)) return true;
+/// Returns 0 while NAME.tmp is the file that this job made, ESTALE when it is another one, or the
+/// errno of the look.
+int LeadsToOurs(const JobRun& run, uint32_t file) {
+  if (!run.Has(layout::kFilesOnly)) return 0;
   char name[kNameBytes];
   TemporaryOf(run, file, name);
   const FileNote& note = run.notes[file];
   FileIdentity found;
-  if (!Identify(run.directory, name, AT_SYMLINK_NOFOLLOW, &found)) return false;
-  if (note.identity.inode == 0) return true;
+  if (!Identify(run.directory, name, AT_SYMLINK_NOFOLLOW, &found)) return errno;
+  if (note.identity.inode == 0) return 0;
   const bool open = note.slot != FileNote::kNoSlot;
-  return found.inode == note.identity.inode && (open || found.stamp_ns == note.identity.stamp_ns);
+  const bool same =
+      found.inode == note.identity.inode && (open || found.stamp_ns == note.identity.stamp_ns);
+  return same ? 0 : ESTALE;
+}
+
+}  // namespace
+
+bool IsOurs(const JobRun& run, uint32_t file) { return LeadsToOurs(run, file) == 0; }
+
+bool CheckOurs(JobRun* run, uint32_t file, Operation operation) {
+  const int error = LeadsToOurs(*run, file);
+  if (error == 0) return true;
+  if (MeansMoved(error)) return Fail(run, FailureCode::kAborted, operation, file);
+  return FailErrno(run, operation, error, file);
 }
 
 bool CheckWritten(JobRun* run, uint32_t file, const char* name) {

@@ -24,6 +24,10 @@ enum class Acquired {
 /// get the final name.
 bool IsOurs(const JobRun& run, uint32_t file);
 
+/// Fails unless IsOurs: with kAborted when the name is gone or leads to another file, otherwise
+/// with the error of the look.
+bool CheckOurs(JobRun* run, uint32_t file, Operation operation);
+
 /// Fails with kDataLoss when the entry `name` differs from `file` at its close: another program has
 /// removed, replaced or changed the file. A change within the same tick of the file system's clock
 /// as the last write, and of the same length, is not seen.

@@ -120,8 +120,7 @@ bool ReadAll(Reader* reader) {
         io::OpenDirect(run->directory, name, O_RDONLY | O_NOFOLLOW, 0, want_direct, &opened);
     if (error != 0) return FailErrno(run, Operation::kOpen, error, i);
     // Another save of this file into the same directory has taken over the temporary name.
-    const bool ours = IsOurs(*run, i) || Fail(run, FailureCode::kAborted, Operation::kRename, i);
-    const bool ok = ours && ReadFile(reader, opened.fd, file);
+    const bool ok = CheckOurs(run, i, Operation::kRename) && ReadFile(reader, opened.fd, file);
     // The fd stays open while reads are under way, and the buffer stays mapped.
     if (!ok) Drain(run, run->read_queue);
     sys::CloseOwned(opened.fd);

@@ -104,8 +104,8 @@ bool LockDirectory(JobRun* run, int* lock) {
 /// Gives the file its name, under which only the whole file may stand.
 bool RenameFile(JobRun* run) {
   if (!NoYoungerSave(run)) return false;
-  if (!IsOurs(*run, 0)) return Fail(run, FailureCode::kAborted, Operation::kRename, 0);
-  if (!CheckWritten(run, 0, run->job->partial)) return false;
+  if (!CheckOurs(run, 0, Operation::kRename) || !CheckWritten(run, 0, run->job->partial))
+    return false;
 #ifdef HOLDFAST_PLANTED_BUGS
   char unnamed[kNameBytes];
   TemporaryName(run->job->manifest, unnamed);

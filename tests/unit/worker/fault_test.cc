@@ -55,6 +55,7 @@ FAULT(int, fallocate, -1, (int f, int m, off_t o, off_t n), (f, m, o, n))
 FAULT(int, ftruncate, -1, (int f, off_t n), (f, n))
 FAULT(int, fstat, -1, (int f, struct stat* s), (f, s))
 FAULT(int, fstatat, -1, (int d, const char* p, struct stat* s, int f), (d, p, s, f))
+FAULT(int, statx, -1, (int d, const char* p, int f, unsigned m, struct statx* s), (d, p, f, m, s))
 FAULT(int, mkdirat, -1, (int d, const char* p, mode_t m), (d, p, m))
 FAULT(int, unlinkat, -1, (int d, const char* p, int f), (d, p, f))
 FAULT(int, renameat2, -1, (int a, const char* p, int b, const char* q, unsigned f), (a, p, b, q, f))
@@ -90,6 +91,7 @@ void InstallFaults() {
   system.ftruncate = Faulty_ftruncate;
   system.fstat = Faulty_fstat;
   system.fstatat = Faulty_fstatat;
+  system.statx = Faulty_statx;
   system.mkdirat = Faulty_mkdirat;
   system.unlinkat = Faulty_unlinkat;
   system.renameat2 = Faulty_renameat2;
@@ -145,8 +147,12 @@ TEST_F(FaultTest, NoMemoryIsReportedForTheWorkersMemoryOrTheReadBackBuffer) {
 
 const std::string kOldManifest = "rank-00003-of-00004.manifest.json";
 
+enum class Target { kNew, kOld, kFrameworks };
+
 // One run with call `n` failing. False when the job made fewer calls.
-bool RunWithFault(Trainer* trainer, EngineRung engine, uint64_t bytes, bool old_target, long n) {
+bool RunWithFault(Trainer* trainer, EngineRung engine, uint64_t bytes, Target target, long n) {
+  const bool old_target = target == Target::kOld;
+  const bool files_only = target == Target::kFrameworks;
   TestDirectory directory;
   TestSave save(trainer, directory.path());
   save.parameters.engine = engine;
@@ -155,6 +161,10 @@ bool RunWithFault(Trainer* trainer, EngineRung engine, uint64_t bytes, bool old_
   save.parameters.launcher = Launcher::kFork;
   save.parameters.flags |= layout::kReadBack;
   if (old_target) save.parameters.flags |= layout::kReplaceExisting;
+  if (files_only) {
+    save.parameters.flags |= layout::kFilesOnly;
+    ::mkdir(save.target_path().c_str(), 0755);
+  }
   save.parameters.older = {kManifestAttempt};
   save.AddFile("a.bin", {bytes}, 100);
   save.AddFile("empty.bin", {});
@@ -180,8 +190,13 @@ bool RunWithFault(Trainer* trainer, EngineRung engine, uint64_t bytes, bool old_
   }
   SCOPED_TRACE("call " + std::to_string(n) + ": " + g_failed);
   const bool exists = Exists(save.target_path());
+  // A failed look does not mean that another save has the file.
+  EXPECT_NE(save.failure().code, FailureCode::kAborted);
   if (done && save.failure().ok()) {
     EXPECT_EQ(save.Unsound(), "");
+  } else if (files_only) {
+    // Where the manifest stands, the files do: only the fsync after it may fail so late.
+    EXPECT_TRUE(NamesIn(save.target_path()).size() <= 3 || save.Unsound().empty());
   } else if (exists && old_target && Exists(save.target_path() + "/" + kOldManifest)) {
     EXPECT_EQ(NamesIn(save.target_path()), std::vector<std::string>{kOldManifest});
   } else if (exists) {
@@ -199,9 +214,9 @@ bool RunWithFault(Trainer* trainer, EngineRung engine, uint64_t bytes, bool old_
   return g_failed[0] != '\0';
 }
 
-void FailEveryCall(Trainer* trainer, EngineRung engine, uint64_t bytes, bool old_target) {
+void FailEveryCall(Trainer* trainer, EngineRung engine, uint64_t bytes, Target target) {
   long n = 1;
-  while (RunWithFault(trainer, engine, bytes, old_target, n)) {
+  while (RunWithFault(trainer, engine, bytes, target, n)) {
     ++n;
     ASSERT_LT(n, 2000);
     if (::testing::Test::HasFailure()) return;
@@ -211,28 +226,32 @@ void FailEveryCall(Trainer* trainer, EngineRung engine, uint64_t bytes, bool old
 }
 
 TEST_F(FaultTest, AnyFailingCallOfASaveByPwrite) {
-  FailEveryCall(&trainer, EngineRung::kPwrite, uint64_t{kChunkBytes} + 5, false);
+  FailEveryCall(&trainer, EngineRung::kPwrite, uint64_t{kChunkBytes} + 5, Target::kNew);
 }
 
 TEST_F(FaultTest, AnyFailingCallOfASaveByUring) {
-  FailEveryCall(&trainer, EngineRung::kAuto, kSmall, false);
+  FailEveryCall(&trainer, EngineRung::kAuto, kSmall, Target::kNew);
 }
 
 TEST_F(FaultTest, AnyFailingCallOfAReplacement) {
-  FailEveryCall(&trainer, EngineRung::kPwrite, kSmall, true);
+  FailEveryCall(&trainer, EngineRung::kPwrite, kSmall, Target::kOld);
+}
+
+TEST_F(FaultTest, AnyFailingCallOfASaveIntoAFrameworksDirectory) {
+  FailEveryCall(&trainer, EngineRung::kPwrite, kSmall, Target::kFrameworks);
 }
 
 TEST_F(FaultTest, AnyCallWithoutSpace) {
   for (const int error : {ENOSPC, EDQUOT, EFBIG}) {
     SCOPED_TRACE(error);
     g_errno = error;
-    FailEveryCall(&trainer, EngineRung::kPwrite, kSmall, false);
+    FailEveryCall(&trainer, EngineRung::kPwrite, kSmall, Target::kNew);
   }
 }
 
 TEST_F(FaultTest, AnyInterruptedCallEndsSoundOrClean) {
   g_errno = EINTR;
-  FailEveryCall(&trainer, EngineRung::kPwrite, kSmall, false);
+  FailEveryCall(&trainer, EngineRung::kPwrite, kSmall, Target::kNew);
 }
 
 // ---- File systems that lack what is asked of them.
