@@ -31,6 +31,7 @@ def lines(*told: Told) -> list[dict[str, Any]]:
         elif what in ("failed", "refused"):
             code, _, message = value.partition(": ")
             line["errors"] = [{"rank": "", "type": "Error", "ours": True, "code": code, "errno": 0, "message": f"{_path(number)}: {message}"}]
+            line["skipped"] = "skipped" in message
         elif what == "durable":
             line["path"] = _path(number)
         elif what == "called":
@@ -177,6 +178,14 @@ def test_a_save_finds_memory_where_no_other_holds_any(when_full: str) -> None:
     assert blamed([(1, "call", 1, 0, None), *second(2), (9, "durable", 1, 0, None)], when_full=when_full) == []
     assert blamed([*KILLED, *second(4)], when_full=when_full) == []  # its last transfer may go on
     assert blamed([*one(1, 1, "durable"), *one(2, 3, "failed", "RESOURCE_EXHAUSTED: step-2")], when_full="wait") == [2]
+
+
+@pytest.mark.parametrize(("of_the_other", "wrong"), [("skipped", []), ("", [2])])
+def test_a_save_that_one_rank_leaves_out_is_left_out_by_all(of_the_other: str, wrong: list[int]) -> None:
+    told: list[Told] = [(1, "call", 1, 0, None), (1, "call", 1, 1, None), (2, "call", 2, 0, None), (2, "call", 2, 1, None),
+                        (3, "called", 2, 0, ""), (3, "called", 2, 1, of_the_other), (9, "durable", 1, 0, None), (9, "durable", 1, 1, None),
+                        (4, "failed", 2, 0, "UNAVAILABLE: rank 1 failed: step-2: skipped, because")]  # fmt: skip
+    assert blamed(told, ranks=2, when_full="skip") == wrong
 
 
 @pytest.mark.parametrize(("number", "errors", "is_fine"), [(30, {"WRITE EIO": 1}, True), (30, {}, False), (13, {"WRITE EIO": 1}, False)])

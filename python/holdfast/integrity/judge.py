@@ -226,6 +226,8 @@ class Judge:
             if self.round["when_full"] != "skip" or not excuse.may_wait(made, at) and causes <= set(schedule.HARMLESS):
                 self.blame("v", f"save {made.number} ({made.name}) was skipped on rank {line['rank']} without a reason")
             return
+        if line.get("skipped") and "skipped" in made.outcomes.values():
+            return  # another rank's reason is looked at
         said, allowed = line["errors"], excuse.codes(made, at)
         for error in said or [{"ours": False}]:
             if "exit-trainer" in causes and error.get("type") == "Exiting":

@@ -239,7 +239,7 @@ class Trainer:
                 report = future.result()
                 self.tell("durable", n=number, path=path, engine=report.get("engine", "") if isinstance(report, dict) else "")
             else:
-                self._tell_failure("failed", number, error)
+                self._tell_failure("failed", number, error, skipped=getattr(save, "skipped", False))
             self.over.add(number)
             ended.set()
 
