@@ -75,7 +75,8 @@ def save_file(
     whole = os.path.join(directory, name)
     attempt = _native.new_attempt()
     captured = _Captured(state, name, attempt, _late.Late(late, state), pickle_protocol)
-    make_directory(directory)
+    with of_operation(f"save {whole}"):
+        make_directory(directory)
     runtime = runtime or _runtime.default
     door = runtime.door(directory, name, captured.plan.total_bytes, when_full=when_full)
     extra = {

@@ -14,7 +14,7 @@ from holdfast import _agreement, _arguments, _hf, _lineage, _native, _ranks, _ru
 from holdfast._durable import make_directory
 from holdfast._process import PerProcess
 from holdfast.capture import Part
-from holdfast.errors import Error, reason_of
+from holdfast.errors import Error, of_operation, reason_of
 from holdfast.handle import Save
 
 
@@ -127,7 +127,8 @@ def save_async(
         if call is not None:
             stack.callback(call.close)
         try:
-            make_directory(directory)
+            with of_operation(f"save {whole}"):
+                make_directory(directory)
             announced = stack.enter_context(
                 _ranks.Announcement(directory, name, attempt, rank, world_size, liveness)
             )

@@ -41,6 +41,15 @@ def test_an_existing_checkpoint_is_a_file_that_exists(tmp_path: Path) -> None:
     assert isinstance(error.value, holdfast.Error) and error.value.code == "ALREADY_EXISTS"
 
 
+@pytest.mark.parametrize("save", [holdfast.save_async, holdfast.save_file, holdfast.dcp.async_save])
+def test_a_directory_that_cannot_be_made_is_an_error_of_the_save(save: Callable[..., Any], tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    path = str(tmp_path / "file/run/step-1")
+    with pytest.raises(BaseException, match="Not a directory") as error:  # DCP raises its own class
+        save(STATE, **{"checkpoint_id" if save is holdfast.dcp.async_save else "path": path})
+    assert f"save {path}: make directory {tmp_path / 'file/run'}: " in str(error.value)
+
+
 def test_a_bad_argument_is_a_value_error(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="wait, skip, fail") as error:
         holdfast.save_async(STATE, tmp_path / "s", when_full="maybe")

@@ -229,7 +229,8 @@ class StorageWriter(_StorageWriter):
     def _begin_directory(self) -> None:
         # Noted first: an interrupt may come when the directory is there.
         self._makes_directory = self._makes_directory or not os.path.lexists(self.path)
-        self._made += begin_directory(str(self.path))
+        with of_operation(f"save {self.path}"):
+            self._made += begin_directory(str(self.path))
         self._enter()
 
     def _enter(self) -> None:

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 import holdfast.dcp
 from holdfast._durable import make_directory
 from holdfast.dcp.failures import error_of
-from holdfast.errors import Error
+from holdfast.errors import Error, of_operation
 from holdfast.files import save_file
 from holdfast.handle import Save
 from holdfast.lightning import agreement, directories, flavor, hooks
@@ -119,7 +119,8 @@ class _Sharded:
         if self.is_global_zero:
             try:
                 path = location(filepath, "save")
-                make_directory(os.path.dirname(path))
+                with of_operation(f"save {path}"):
+                    make_directory(os.path.dirname(path))
                 step = int(checkpoint.get("global_step") or 0)
                 begin = _Begin(path, directories.unfinished(path), step, str(error or ""))
                 meta = os.path.join(begin.new, directories.META)
