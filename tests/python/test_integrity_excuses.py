@@ -199,6 +199,7 @@ def test_a_file_system_that_errs_may_become_read_only(number: int, errors: dict[
 
 @pytest.mark.parametrize(("fault", "number", "is_fine"), [
     (5, 5, True), (5, 0, True), (5, 28, False), (5, 11, False),
+    (17, 2, True),  # EEXIST of a directory that was then not there
     (12, 11, True),  # ENOMEM of a new thread, of which the C library makes EAGAIN
 ])  # fmt: skip
 def test_a_failure_by_one_fault_has_its_errno(fault: int, number: int, is_fine: bool) -> None:

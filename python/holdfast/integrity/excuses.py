@@ -101,6 +101,8 @@ class Excuses:
         self.errnos = {0, *(e.get("errno", 0) for e in lines if e["event"] == "fired")}
         if errno.ENOMEM in self.errnos:
             self.errnos.add(errno.EAGAIN)  # what the C library makes of it where a thread cannot start
+        if errno.EEXIST in self.errnos:
+            self.errnos.add(errno.ENOENT)  # what was said to be there is not
         self._always = {"disk"} if round_["disk"] else set()
         if has_errors:
             self._always.add("errs")
