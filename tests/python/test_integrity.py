@@ -451,7 +451,7 @@ def test_smaller_rounds_are_smaller_and_end() -> None:
 def test_what_a_user_gets_wrong_is_said_in_one_line(
     arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(processes, "prepare_process", lambda: None)
+    monkeypatch.setattr(processes, "prepare_program", lambda: None)
     assert integrity.main(arguments) == 2
     assert capsys.readouterr().err.splitlines()[-1].startswith("integrity-fuzz: ")
 

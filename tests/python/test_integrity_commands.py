@@ -90,7 +90,7 @@ def test_the_command_of_a_disk_has_the_round_itself(option: str, capsys: pytest.
 
     monkeypatch.setattr(power_cuts, "campaign", made)
     monkeypatch.setattr(device_mapper, "why_not", lambda *_: "")
-    monkeypatch.setattr(processes, "prepare_process", lambda: None)
+    monkeypatch.setattr(processes, "prepare_program", lambda: None)
     options = ["--ranks", "3", "--doors", "save_file,dcp", "--events", "cancel", "--bytes", "20", "--tensors", "30"]
     assert integrity.main([option, "xfs", "--seed", "5", "--first", "7", "--rounds", "1", *options]) == 1
     assert integrity.main(printed(capsys.readouterr().out)) == 1
@@ -146,7 +146,7 @@ def test_a_round_that_overtook_another_is_counted_once(tmp_path: Path, monkeypat
 ])  # fmt: skip
 def test_a_report_is_not_resumed_by_another_campaign(options: tuple[str, ...], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str],
                                                      monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
-    monkeypatch.setattr(processes, "prepare_process", lambda: None)
+    monkeypatch.setattr(processes, "prepare_program", lambda: None)
     arguments = integrity._parser().parse_args(["--ranks", "2", "--seed", "8", "--dir", str(tmp_path)])
     report = tmp_path / "report"
     report.write_text(json.dumps(integrity._campaign(arguments, "").as_json()))
@@ -158,7 +158,7 @@ def test_a_report_is_not_resumed_by_another_campaign(options: tuple[str, ...], s
 
 
 def test_a_refused_resume_says_what_to_give(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes, "prepare_process", lambda: None)
+    monkeypatch.setattr(processes, "prepare_program", lambda: None)
     arguments = integrity._parser().parse_args([*SMALL, "--seed", "8", "--dir", str(tmp_path)])
     report = tmp_path / "report"
     told = integrity._campaign(arguments, "").as_json()

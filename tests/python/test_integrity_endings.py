@@ -288,7 +288,7 @@ def test_each_lane_has_a_server_of_its_own(is_program: bool, adopting: None, mon
 
 
 def run_main(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
-    monkeypatch.setattr(processes, "prepare_process", lambda: None)
+    monkeypatch.setattr(processes, "prepare_program", lambda: None)
     return integrity.main([*arguments, "--rounds", "2", "--seed", "1", "--jobs", "1", "--no-mount"])
 
 

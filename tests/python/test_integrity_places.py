@@ -383,7 +383,7 @@ def test_only_the_places_that_were_asked_for_are_drawn() -> None:
 @pytest.mark.parametrize("arguments", [("--places", "floppy"), ("--places", "fuse-slow", "--no-mount")])
 def test_a_place_that_cannot_be_is_refused(arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str],
                                            monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
-    monkeypatch.setattr(processes, "prepare_process", lambda: None)
+    monkeypatch.setattr(processes, "prepare_program", lambda: None)
     assert integrity.main(arguments) == 2
     assert capsys.readouterr().err.startswith("integrity-fuzz: --places: ")
 

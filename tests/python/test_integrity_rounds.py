@@ -364,7 +364,7 @@ def test_a_seed_has_the_same_rounds_of_other_doors_where_megatron_is_not_install
 
 def test_a_door_that_is_not_here_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(megatron, "why_not", lambda: "there is none")
-    monkeypatch.setattr(processes, "prepare_process", lambda: None)
+    monkeypatch.setattr(processes, "prepare_program", lambda: None)
     assert schedule.MEGATRON not in native.doors()
     assert integrity.main(["--doors", "megatron", "--rounds", "1"]) == integrity.TROUBLE
     assert "--doors megatron: there is none" in capsys.readouterr().err

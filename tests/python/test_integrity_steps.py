@@ -112,7 +112,7 @@ def test_a_bounded_campaign_lets_nothing_escape(tmp_path: Path) -> None:
 
 def test_the_program_runs_one_step_again(tmp_path: Path, capsys: pytest.CaptureFixture[str],
                                          monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
-    monkeypatch.setattr(processes, "prepare_process", lambda: None)
+    monkeypatch.setattr(processes, "prepare_program", lambda: None)
     word = "file/fork/pwrite,worker:fsync:1:EIO"
     assert integrity.main(["--dir", str(tmp_path), "--replay", word, "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
@@ -123,7 +123,7 @@ def test_the_program_runs_one_step_again(tmp_path: Path, capsys: pytest.CaptureF
 
 
 def test_a_step_is_a_kill_on_a_slow_disk(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes, "prepare_process", lambda: None)
+    monkeypatch.setattr(processes, "prepare_program", lambda: None)
     assert integrity.main(["--kills", "--places", "small", "--dir", str(tmp_path)]) == 2
     assert "--places small: --faults and --kills run in the directory, or on slow-disk" in capsys.readouterr().err
     if reason := places.why_not("slow-disk"):
@@ -153,7 +153,7 @@ def test_a_kill_that_was_not_made_excuses_nothing(script: str, bench: steps.Benc
 
 def test_a_run_that_did_not_come_to_its_step_counts_as_none(tmp_path: Path, capsys: pytest.CaptureFixture[str],
                                                             monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
-    monkeypatch.setattr(processes, "prepare_process", lambda: None)
+    monkeypatch.setattr(processes, "prepare_program", lambda: None)
     assert integrity.main(["--dir", str(tmp_path), "--replay", "file/fork/pwrite,worker:fsync:999:EIO", "--json"]) == 2
     told = capsys.readouterr()
     counts = json.loads(told.out)["counts"]
@@ -192,7 +192,7 @@ def test_a_kill_after_which_no_save_works_is_found(bug: str, tmp_path: Path) -> 
 def test_where_no_call_can_be_answered_nothing_succeeds(refused: int, tmp_path: Path, capsys: pytest.CaptureFixture[str],
                                                         monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
     """A filter of the container refuses seccomp."""
-    monkeypatch.setattr(processes, "prepare_process", lambda: None)
+    monkeypatch.setattr(processes, "prepare_program", lambda: None)
     monkeypatch.setattr(injection, "_seccomp", lambda *_: -refused)
     assert integrity.main(["--faults", "--scripts", "save", "--dir", str(tmp_path)]) == 2
     assert f"seccomp: {os.strerror(refused)}" in capsys.readouterr().err
@@ -200,7 +200,7 @@ def test_where_no_call_can_be_answered_nothing_succeeds(refused: int, tmp_path: 
 
 def test_a_script_without_a_step_is_trouble(tmp_path: Path, capsys: pytest.CaptureFixture[str],
                                             monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
-    monkeypatch.setattr(processes, "prepare_process", lambda: None)
+    monkeypatch.setattr(processes, "prepare_program", lambda: None)
     run = steps.Run([], Injector("", ()), collections.Counter())
 
     class Lanes:

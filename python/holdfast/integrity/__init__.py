@@ -406,7 +406,7 @@ def _is_step(text: str) -> bool:
 def _run(arguments: argparse.Namespace, scratch: str) -> int:
     from holdfast.integrity import processes
 
-    processes.prepare_process()
+    processes.prepare_program()
     if arguments.jobs < 1:
         raise ValueError("--jobs is at least 1")
     if arguments.resume and (arguments.replay or arguments.faults or arguments.kills or arguments.savers or arguments.power_cuts

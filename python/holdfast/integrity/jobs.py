@@ -32,7 +32,6 @@ _ENDS = {
 }  # fmt: skip
 # Trainers are forked by a server that has imported PyTorch and used nothing of it.
 context: Any = multiprocessing.get_context("forkserver")
-_is_forked = False  # whether the server is to be a fork of this process
 
 
 def preload(doors: Collection[str] = ()) -> None:
@@ -47,17 +46,14 @@ def preload(doors: Collection[str] = ()) -> None:
 
 
 def enter_lane() -> None:
-    """In a new lane: its trainers are forked by a server of its own, by a fork of it where the lane is one of the program.
-
-    Another process that has lanes, as of a test, may have used PyTorch and this package.
-    """
-    global _is_forked
+    """In a new lane: its trainers are forked by a server of its own."""
     forkserver._forkserver.__init__()  # type: ignore[attr-defined,misc]
-    _is_forked = processes.is_program
 
 
 def start_server(doors: Collection[str] = ()) -> None:
-    """Starts the process that forks trainers. This one reads with one thread: others run rounds beside it.
+    """Starts the process that forks trainers, unless it runs. This one reads with one thread: others run rounds beside it.
+
+    The program and its lanes fork it from themselves. Another process, as of a test, may have used PyTorch and this package.
 
     Args:
         doors: of the trainers; of some it imports more. Without a trainer in Python it starts when it is needed.
@@ -65,7 +61,7 @@ def start_server(doors: Collection[str] = ()) -> None:
     torch.set_num_threads(1)
     context.set_forkserver_preload([*_modules(doors), "holdfast.integrity.frozen"])
     if set(doors) != {schedule.PLAN}:
-        if _is_forked:
+        if processes.is_program and forkserver._forkserver._forkserver_pid is None:  # type: ignore[attr-defined]
             _fork_server()
         else:
             ensure_server()

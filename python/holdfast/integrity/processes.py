@@ -23,7 +23,7 @@ from holdfast import _recent
 _PR_SET_CHILD_SUBREAPER = 36
 _PR_GET_CHILD_SUBREAPER = 37
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-is_program = False  # whether this process is the program's, or a lane
+is_program = False  # whether this process is the program's, or a lane of it
 _GLIBC_BYTES = 128 << 10  # its own choice of both
 _KEPT_BYTES = 64 << 20  # the half is the most that glibc takes for the other one
 _LIMITS = {"limit-size": resource.RLIMIT_FSIZE, "limit-files": resource.RLIMIT_NOFILE, "limit-memory": resource.RLIMIT_AS}
@@ -292,16 +292,20 @@ class Interrupts:
 interrupts = Interrupts()  # of this process
 
 
+def prepare_program() -> None:
+    """For the program: as `prepare_process`, and its trainers' servers are forks of it and of its lanes."""
+    global is_program
+    is_program = True
+    prepare_process()
+
+
 def prepare_process() -> None:
     """For the program and its lanes: SIGTERM ends them as Ctrl-C does, with the report; warnings of the framework are left
     out; released memory is kept."""
 
-    global is_program
-
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    is_program = True
     signal.signal(signal.SIGTERM, interrupt)
     warnings.simplefilter("ignore")
     logging.disable(logging.CRITICAL)
