@@ -1,16 +1,12 @@
 # Everything that an installation has in bin and libexec.
 add_custom_target(programs)
 
-# Programs call the library for what is to be fast. Optimizing their command lines and JSON takes half of the time in
-# which they compile.
-set(holdfast_program_options $<$<CONFIG:Release>:-O1>)
-
 # holdfast_program(NAME SOURCES a.cc ... [LIBRARIES target ...]): a program for people, installed to bin.
 function(holdfast_program name)
   cmake_parse_arguments(PROGRAM "" "" "SOURCES;LIBRARIES" ${ARGN})
   add_executable(${name} ${PROGRAM_SOURCES})
   target_link_libraries(${name} PRIVATE holdfast_flags holdfast ${PROGRAM_LIBRARIES})
-  target_compile_options(${name} PRIVATE ${holdfast_program_options})
+  target_compile_options(${name} PRIVATE ${holdfast_light_options})
   # The spawn launcher looks for the worker beside the program.
   add_dependencies(${name} holdfast-worker)
   add_dependencies(programs ${name})
