@@ -36,9 +36,9 @@ def version(name):
 print(", ".join(f"{name} {version(name)}" for name in ("megatron-core", "nvidia-resiliency-ext", "lightning", "pytorch-lightning", "torchtitan")))')
 if [ "$found" != "$wanted" ]; then
   say "Installing $wanted into $venv"
-  pip install -q "lightning==$lightning" "pytorch-lightning==$lightning" triton psutil packaging || fail "pip could not install Lightning: is there a network?"
-  pip install -q --no-deps --ignore-requires-python "megatron-core==$megatron" || fail "pip could not install megatron-core $megatron"
-  pip install -q tyro && pip install -q --no-deps spmd_types "torchtitan==$torchtitan" || fail "pip could not install torchtitan $torchtitan"
+  pip install -q --no-compile "lightning==$lightning" "pytorch-lightning==$lightning" triton psutil packaging || fail "pip could not install Lightning: is there a network?"
+  pip install -q --no-compile --no-deps --ignore-requires-python "megatron-core==$megatron" || fail "pip could not install megatron-core $megatron"
+  pip install -q --no-compile tyro && pip install -q --no-compile --no-deps spmd_types "torchtitan==$torchtitan" || fail "pip could not install torchtitan $torchtitan"
   wheels=$(mktemp -d)
   trap 'rm -rf "$wheels"' EXIT
   # Its one native file is for profiling; the wheel is unpacked where its glibc is too new for pip.
@@ -50,12 +50,13 @@ fi
 # A second Megatron-Core, in front of the first for those who put the folder into PYTHONPATH.
 if ! [ -d "$venv/megatron-oldest/megatron_core-$oldest.dist-info" ]; then
   rm -rf "$venv/megatron-oldest"
-  pip install -q --no-deps --ignore-requires-python --target "$venv/megatron-oldest" "megatron-core==$oldest" || {
+  pip install -q --no-compile --no-deps --ignore-requires-python --target "$venv/megatron-oldest" "megatron-core==$oldest" || {
     rm -rf "$venv/megatron-oldest"
     echo "pip could not install megatron-core $oldest: its tests are left out" >&2
   }
 fi
-"$python" -W ignore -c '
+# What the tests use is compiled here, as by tools/venv.sh.
+env -u PYTHONDONTWRITEBYTECODE "$python" -W ignore -c '
 import megatron.core, nvidia_resiliency_ext.checkpointing.async_ckpt.core, lightning, pytorch_lightning, torchtitan.components.checkpointer, holdfast' 2>/dev/null ||
   fail "the frameworks were installed into $venv, but cannot be imported"
 echo "$wanted; megatron-core $oldest"
