@@ -57,6 +57,6 @@ if ! [ -d "$venv/megatron-oldest/megatron_core-$oldest.dist-info" ]; then
 fi
 # What the tests use is compiled here, as by tools/venv.sh.
 env -u PYTHONDONTWRITEBYTECODE "$python" -W ignore -c '
-import megatron.core, nvidia_resiliency_ext.checkpointing.async_ckpt.core, lightning, pytorch_lightning, torchtitan.components.checkpointer, holdfast' 2>/dev/null ||
+import megatron.core.dist_checkpointing.strategies.fully_parallel, megatron.core.models.gpt.gpt_layer_specs, nvidia_resiliency_ext.checkpointing.async_ckpt.core, lightning, pytorch_lightning, torchtitan.components.checkpointer, holdfast' 2>/dev/null ||
   fail "the frameworks were installed into $venv, but cannot be imported"
 echo "$wanted; megatron-core $oldest"
