@@ -138,7 +138,6 @@ if wanted savers; then
   savers=$("${with_megatron:-$bin/python}" -B tools/campaign/savers.py 2>"$out/absent_savers.log") || savers=holdfast.dcp,dcp-thread,dcp-process
   absent_savers=$(<"$out/absent_savers.log")
   IFS=, read -ra each <<<"$savers"
-  # The first one ends at its time; the others have as many rounds.
   part savers "$(($(share savers) + 900))" "${fuzzer_with_megatron[@]}" --savers "$savers" \
     --time "$(share savers ${#each[@]})s" --seed "$seed" --dir "$out"
 fi

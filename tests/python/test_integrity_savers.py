@@ -10,7 +10,8 @@ from typing import Any
 import programs
 import pytest
 
-from holdfast.integrity import jobs, megatron, peers, processes, rounds, schedule
+from holdfast import integrity
+from holdfast.integrity import campaign, jobs, megatron, peers, processes, rounds, schedule
 
 MIB = 1 << 20
 
@@ -41,6 +42,21 @@ def test_savers_are_compared_by_the_same_rounds(tmp_path: Path) -> None:
     assert ours["rounds"] == ours["survived"] == stock["rounds"] == 3
     assert ours["saves"] == stock["saves"] > 0
     assert ours["damages"] > 0 and ours["accepted"] == 0
+
+
+def test_each_saver_has_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """A slow one would need many times that of a fast one for as many rounds."""
+    given: list[tuple[Any, ...]] = []
+
+    def run(self: campaign.Campaign, *of: Any) -> None:
+        given.append(of[:2])
+        self.done = 100 // len(given)
+
+    monkeypatch.setattr(processes, "prepare_program", lambda: None)
+    monkeypatch.setattr(campaign.Campaign, "run", run)
+    assert integrity.main(["--savers", "holdfast.dcp,dcp-thread,dcp-process", "--time", "9", "--dir", str(tmp_path), "--json"]) == 0
+    assert given == 3 * [(None, 9.0)]
+    assert [row["rounds"] for row in json.loads(capsys.readouterr().out)] == [100, 50, 33]
 
 
 def test_a_saver_that_is_not_here_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

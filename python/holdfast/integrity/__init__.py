@@ -243,12 +243,10 @@ def _compare(arguments: argparse.Namespace, scratch: str) -> int:
     if reason := next(filter(None, map(peers.why_not, savers)), ""):
         raise ValueError(f"--savers: {reason}")
     arguments.seed = _seed(arguments)
-    rows, status, escaped, count = [], 0, False, _count(arguments)
+    rows, status, escaped = [], 0, False
     for saver in savers:
         made = _campaign(arguments, scratch, saver)
-        seconds = arguments.time if count is None else None
-        status = _run_to_the_end(functools.partial(made.run, count, seconds, 0.0, arguments.jobs))
-        count = made.done  # of the first, where a time was given
+        status = _run_to_the_end(functools.partial(made.run, _count(arguments), arguments.time, 0.0, arguments.jobs))
         rows.append(peers.row(saver, made.done, made.escapes, made.counts))
         escaped |= bool(made.escapes) and saver.startswith("holdfast")
         if status:
