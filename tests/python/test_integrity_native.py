@@ -107,8 +107,11 @@ def test_a_save_stays_in_a_directory_that_is_renamed(door: str, bench: rounds.Be
 @pytest.mark.parametrize("early", [True, False])
 def test_a_recovery_is_killed_beside_a_worker_that_still_writes(early: bool, bench: rounds.Bench) -> None:
     slow = {**event("kill-trainer"), "rate": 4 * schedule.MIB}
-    result = bench.run(plan(save(1, spec=WIDE), WAIT, save(2, **slow), kill_recover=0.0, kills_early=early))
-    assert result.problems == [], result.log
+    for _ in range(5):  # on a busy machine a recovery may end before its kill
+        result = bench.run(plan(save(1, spec=WIDE), WAIT, save(2, **slow), kill_recover=0.0, kills_early=early))
+        assert result.problems == [], result.log
+        if result.counts["event kill-recover"]:
+            break
     assert (result.counts["event kill-recover"], result.counts["in flight kill-recover"]) == (1, early)
 
 
