@@ -262,9 +262,6 @@ class Server:
     def run(self) -> tuple[int, bool, bool]:
         """The server, whether it is a fork of this process, and whether it holds what this process has opened."""
         found = server()
-        forked = jobs.context.Process(target=int)  # from now on the server serves
-        forked.start()
-        forked.join()
         programs = {Path(f"/proc/{pid}/cmdline").read_bytes() for pid in (found, os.getpid())}
         return found, len(programs) == 1, os.readlink(f"/proc/self/fd/{self._pipe[0]}") in _opened(found)
 

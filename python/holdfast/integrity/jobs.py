@@ -64,12 +64,15 @@ def start_server(doors: Collection[str] = ()) -> None:
         if processes.is_program and forkserver._forkserver._forkserver_pid is None:  # type: ignore[attr-defined]
             _fork_server()
         else:
-            ensure_server()
+            forkserver.ensure_running()
 
 
 def ensure_server() -> None:
-    """Starts the process now, where it is not running."""
-    forkserver.ensure_running()
+    """Starts the process now, where it is not running, and waits until it has imported what it forks."""
+    first = context.Process(target=int)
+    first.start()
+    first.join()
+    first.close()
 
 
 def _modules(doors: Collection[str]) -> list[str]:

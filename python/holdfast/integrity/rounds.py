@@ -82,7 +82,7 @@ def run(round_: dict[str, Any], directory: str, plant: str = "",
                 for life in range(len(round_["lives"])):
                     injector = inject(run_) if inject and life == 0 else None
                     if round_["kill_recover"] is not None:
-                        jobs.ensure_server()  # which is no orphan
+                        jobs.ensure_server()  # which is no orphan, and forks at once
                     orphans = processes.Orphans()
                     trainers = jobs.Life(round_, life, run_, scratch, plant, injector, pool, place.second)
                     before += trainers.before
