@@ -11,7 +11,7 @@ import struct
 from typing import Any
 
 from holdfast._process import PerProcess
-from holdfast.errors import of_system
+from holdfast.errors import of_operation, of_system
 
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
@@ -94,6 +94,16 @@ def make_directory(path: str) -> None:
     for above in begin_directory(path):
         with of_system(f"make directory {path}"):
             sync_directory(above)
+
+
+def make_directory_of(path: str) -> None:
+    """Makes the directory in which a save makes `path`.
+
+    Raises:
+        Error: as of `make_directory`; it names the save.
+    """
+    with of_operation(f"save {path}"):
+        make_directory(os.path.dirname(path))
 
 
 def begin_directory(path: str) -> list[str]:

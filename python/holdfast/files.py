@@ -24,7 +24,7 @@ from holdfast import (
     directories,
     events,
 )
-from holdfast._durable import make_directory
+from holdfast._durable import make_directory_of
 from holdfast.errors import Error, of_operation
 from holdfast.handle import Save
 
@@ -75,8 +75,7 @@ def save_file(
     whole = os.path.join(directory, name)
     attempt = _native.new_attempt()
     captured = _Captured(state, name, attempt, _late.Late(late, state), pickle_protocol)
-    with of_operation(f"save {whole}"):
-        make_directory(directory)
+    make_directory_of(whole)
     runtime = runtime or _runtime.default
     door = runtime.door(directory, name, captured.plan.total_bytes, when_full=when_full)
     extra = {

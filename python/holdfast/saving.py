@@ -11,10 +11,10 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 from holdfast import _agreement, _arguments, _hf, _lineage, _native, _ranks, _runtime, directories, events
-from holdfast._durable import make_directory
+from holdfast._durable import make_directory_of
 from holdfast._process import PerProcess
 from holdfast.capture import Part
-from holdfast.errors import Error, of_operation, reason_of
+from holdfast.errors import Error, reason_of
 from holdfast.handle import Save
 
 
@@ -127,8 +127,7 @@ def save_async(
         if call is not None:
             stack.callback(call.close)
         try:
-            with of_operation(f"save {whole}"):
-                make_directory(directory)
+            make_directory_of(whole)
             announced = stack.enter_context(
                 _ranks.Announcement(directory, name, attempt, rank, world_size, liveness)
             )

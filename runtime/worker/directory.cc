@@ -114,7 +114,7 @@ bool NameFiles(JobRun* run) {
   for (uint32_t i = 0; i < run->job->file_count; ++i) {
     if (MustStop(run, true)) return false;
     if (!run->Writes(i)) continue;
-    // Another save of this file into the same directory has taken over the temporary name.
+    // Another save of this file into the same directory may have taken over the temporary name.
     if (!CheckOurs(run, i, Operation::kRename)) return false;
     HOLDFAST_ASSERT(run->notes[i].synced != 0 && run->notes[i].renamed == 0);
     const char* const name = layout::Files(run->job)[i].name;

@@ -119,7 +119,7 @@ bool ReadAll(Reader* reader) {
     const int error =
         io::OpenDirect(run->directory, name, O_RDONLY | O_NOFOLLOW, 0, want_direct, &opened);
     if (error != 0) return FailErrno(run, Operation::kOpen, error, i);
-    // Another save of this file into the same directory has taken over the temporary name.
+    // Another save of this file into the same directory may have taken over the temporary name.
     const bool ok = CheckOurs(run, i, Operation::kRename) && ReadFile(reader, opened.fd, file);
     // The fd stays open while reads are under way, and the buffer stays mapped.
     if (!ok) Drain(run, run->read_queue);

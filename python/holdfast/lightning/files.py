@@ -8,8 +8,8 @@ import secrets
 from typing import Any
 
 from holdfast import _runtime
-from holdfast._durable import make_directory, sync_directory
-from holdfast.errors import of_operation, of_system
+from holdfast._durable import make_directory_of, sync_directory
+from holdfast.errors import of_system
 from holdfast.files import manifests_of, remove_file, save_file
 from holdfast.lightning import directories
 from holdfast.lightning.following import Following
@@ -26,8 +26,7 @@ def save(checkpoint: Any, path: str, runtime: _runtime.Runtime | None) -> Any:
     The directories above are there when it returns.
     """
     directory, name = os.path.split(path)
-    with of_operation(f"save {path}"):
-        make_directory(directory)
+    make_directory_of(path)
     if _REQUEUE in name:
         at = os.path.join(directory, _REQUEUED, name.replace(_REQUEUE, ""))
         begun = save(checkpoint, at, runtime)

@@ -16,9 +16,9 @@ from typing import Any
 from torch.distributed.checkpoint.api import CheckpointException
 
 import holdfast.dcp
-from holdfast._durable import make_directory
+from holdfast._durable import make_directory_of
 from holdfast.dcp.failures import error_of
-from holdfast.errors import Error, of_operation
+from holdfast.errors import Error
 from holdfast.files import save_file
 from holdfast.handle import Save
 from holdfast.lightning import agreement, directories, flavor, hooks
@@ -119,8 +119,7 @@ class _Sharded:
         if self.is_global_zero:
             try:
                 path = location(filepath, "save")
-                with of_operation(f"save {path}"):
-                    make_directory(os.path.dirname(path))
+                make_directory_of(path)
                 step = int(checkpoint.get("global_step") or 0)
                 begin = _Begin(path, directories.unfinished(path), step, str(error or ""))
                 meta = os.path.join(begin.new, directories.META)
